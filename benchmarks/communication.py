@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from raydist import registry
 from raydist.data.batches import MicroBatch
+from raydist.launch.zygote import leave
 from raydist.spec import JobSpec
 from raydist.worker.build import build_strategy
 from raydist.worker.comm.compression.reducer import reducers_of
@@ -201,7 +202,7 @@ def main(asked: argparse.Namespace) -> None:
     if rank.first:
         print(json.dumps(made), flush=True)
     dist.barrier()
-    dist.destroy_process_group()
+    leave(0)
 
 
 def on_hosts(world: int, rate: str, model: str, asked: argparse.Namespace) -> dict[str, Any]:

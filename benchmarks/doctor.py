@@ -581,7 +581,8 @@ def play(scenario: Scenario, seed: int, wide: bool) -> Score:
     run.text = scenario.text(run)
     run.loss_hook = scenario.loss
     spec = {"optim": {"lr": 1e-3, "schedule": {"warmup": 0.1}}, "train": {"global_batch": 64, "steps": 10**6},
-            "parallel": {"pipeline": 1}, "observe": {"grad_noise": 10}, "comm": {"compress": None}, "data": {"prefetch": 2}}  # fmt: skip
+            "parallel": {"pipeline": 1}, "observe": {"grad_noise": 10}, "comm": {"compress": None},
+            "data": {"prefetch": 2}}  # fmt: skip
     diagnosis = Diagnosis(spec=spec)
     false: list[str] = []
     first: tuple[float, Finding] | None = None

@@ -24,8 +24,9 @@ from typing import Any
 from common import write
 
 from raydist.data import sources
-from raydist.data.batches import Batches, Cursor, Loader, equal_parts, make_step
+from raydist.data.batches import Batches, Cursor, equal_parts, make_step
 from raydist.data.dataset import TokenDataset, Windows
+from raydist.data.loader import Loader
 from raydist.data.order import IntArray
 from raydist.data.prepare import prepare
 

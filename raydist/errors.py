@@ -28,6 +28,7 @@ Runs anywhere. Imports nothing of raydist except what removes secrets and contro
         ├── SuspectHardware           replicas drifted on the same device several times
         ├── GraphMismatch             parameters without a gradient, or different graphs on the ranks
         ├── WorkerFailed              a rank died or raised, and no restarts are left
+        ├── HookFailed                a hook of the job raised, or changed weights
         ├── SavesFailed               too many saves in a row failed (also a CheckpointError)
         └── Fenced                    a newer attempt has started: this one may not commit (also a CheckpointError)
 
@@ -166,6 +167,10 @@ class GraphMismatch(TrainingStopped):
 
 class WorkerFailed(TrainingStopped):
     """A rank died or raised, and no restarts are left."""
+
+
+class HookFailed(TrainingStopped):
+    """A hook of the job (raydist/worker/hooks) raised and was to end the run, or it changed weights."""
 
 
 class SavesFailed(CheckpointError, TrainingStopped):

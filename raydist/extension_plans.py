@@ -40,6 +40,7 @@ class StrategyPlan:
     are `Machine` and `Model` of raydist/planner/facts.py: all ranks, and what one rank has of a replica.
     `bucketed`: `parallel.bucket_mb` sets the size of its gradient buckets.
     `compresses`: it sends gradients as `comm.compress` says.
+    `parts`: it sums gradients along the tree of `train.virtual_ranks`.
     """
 
     sharded: tuple[State, ...] = ()
@@ -48,6 +49,7 @@ class StrategyPlan:
     in_flight: Callable[[JobSpec, Any, Any], int] | None = None
     bucketed: bool = False
     compresses: bool = False
+    parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ FOLDERS = {
     "tokenizer": ("data/tokenizers", "Tokenizer"),
     "scheduler": ("cluster/sweep/schedulers", "build"),
     "exporter": ("observe/exporters", "Exporter"),
+    "hook": ("worker/hooks", "Hook"),
     "diagnosis": ("diagnosis", "check"),
 }
 """Kind of extension -> (its folder under raydist/, the attribute that a file of it must have)."""

@@ -33,9 +33,6 @@ class Scheduling(LoadScopeScheduling):
     """A file stays in one process. The first process takes files from the front of the list, the second from its end, so that
     compute-bound tests run beside tests that start Ray. A third one takes those of WAITING, which the others then take last. ALONE
     runs after everything else, in the last process.
-
-    `make test` has two. With three, tests in which the kernel kills for lack of memory run beside runs that take such a kill for
-    theirs.
     """
 
     def __init__(self, config: pytest.Config, log: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "raydist"
 LAYERS = [
     {"cli", "__main__"},
+    {"api"},
     {"dashboard"},
     {"cluster"},
     {"report"},
@@ -26,7 +28,7 @@ LAYERS = [
     {"spec"},
     {"run"},
     {"registry", "extension_plans", "storage", "remote_filesystem"},
-    {"records", "errors", "redact", "printable", "private_files", "pysource", "__init__", "__version__"},
+    {"records", "errors", "redact", "printable", "private_files", "pysource", "cgroups", "__init__", "__version__"},
 ]
 MODULES = sorted(ROOT.rglob("*.py"))
 
@@ -50,6 +52,13 @@ def layer(room: str) -> int:
     return found[0]
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    """The file, parsed."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path: Path, top_only: bool = False) -> set[str]:
     """Modules that a file imports; `top_only`: only at import time, without those under TYPE_CHECKING."""
     found: set[str] = set()
@@ -68,7 +77,7 @@ def imports(path: Path, top_only: bool = False) -> set[str]:
             else:
                 visit(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
 
-    visit(ast.parse(path.read_text()), True)
+    visit(tree(path), True)
     return found
 
 
@@ -130,8 +139,7 @@ def test_torch_and_ray_keep_to_their_rooms(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_public_name_has_a_docstring(path: Path) -> None:
     """Modules, public classes, and public functions and methods have docstrings."""
-    tree = ast.parse(path.read_text())
-    missing = [] if ast.get_docstring(tree) else ["the module"]
+    missing = [] if ast.get_docstring(tree(path)) else ["the module"]
 
     def visit(node: ast.AST, protocol: bool) -> None:
         for child in ast.iter_child_nodes(node):
@@ -144,5 +152,5 @@ def test_every_public_name_has_a_docstring(path: Path) -> None:
             if isinstance(child, ast.ClassDef):
                 visit(child, any("Protocol" in ast.dump(b) for b in child.bases))
 
-    visit(tree, False)
+    visit(tree(path), False)
     assert not missing, f"{dotted(path)}: no docstring: {', '.join(missing)}"

@@ -20,7 +20,7 @@ from raydist.planner.estimate import shard_of
 from raydist.planner.facts import Machine
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms
-from raydist.worker.build import build_strategy
+from raydist.worker.build import build_strategy, divide_into_parts
 from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import Compression
 from raydist.worker.dataloader import own_tokens
@@ -148,6 +148,7 @@ class Trainer:
             torch.compiler.reset()  # a rank that was used before would compile for the shapes that it saw then
         self.rank, self.spec, self.mesh = rank, spec, Mesh.of(spec, rank)
         self.strategy = build_strategy(spec, self.mesh)
+        self.parts = divide_into_parts(spec, self.mesh, self.strategy)
         build = registry.load("model", spec.model.name)
         later = self.strategy.takes_meta and model is None and getattr(build, "takes_meta", False)
         if model is None:
@@ -174,9 +175,11 @@ class Trainer:
         self.shards = shards = self.split.shards(shards) if self.split is not None else shards
         self.optimizer: torch.optim.Optimizer
         if spec.offload.optimizer == "none":
-            self.optimizer = optimizers.build(shards, spec.optim, rank.device)
+            same_bits = spec.train.virtual_ranks is not None
+            self.optimizer = optimizers.build(shards, spec.optim, rank.device, same_bits=same_bits)
         else:
             self.optimizer = offload.build(shards, spec.optim, spec.offload, rank.device, tag=f"rank{rank.rank}")
+            self.optimizer.same_bits = spec.train.virtual_ranks is not None
             told = self.optimizer.gradients_final
             self.strategy.on_final = told if self.split is None else self.split.final(told)
         self.loads = ExpertLoads(parts_of(self.model), rank, None, None)
@@ -201,6 +204,7 @@ class Trainer:
                 BeforeUpdate(lambda: self.before_update()),
             ],
             loss=loss,
+            parts=self.parts,
         )
 
     def whole(self, grad: bool = False) -> dict[str, torch.Tensor]:

@@ -52,11 +52,37 @@ def _line(row: dict[str, Any]) -> str:
 
 
 @app.command()
-def verify(run: _Run, step: _Step = None, storage: options.Storage = None, as_json: _Json = False) -> None:
-    """Check every byte of a run's checkpoints against their hashes. Exit code 3 if a file is bad; its name is printed."""
+def verify(
+    run: _Run,
+    step: _Step = None,
+    replay: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="STEPS",
+            help="Train so many steps after the checkpoint again, on another number of workers, and compare every bit.",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --replay: workers, on this machine; default: 1, or 2 if 1 trained them."),
+    ] = None,
+    storage: options.Storage = None,
+    as_json: _Json = False,
+) -> None:
+    """Check every byte of a run's checkpoints against their hashes. Exit code 3 if a file is bad; its name is printed.
+
+    --replay trains instead: a proof that the run has the same bits at any number of workers (train.virtual_ranks), or that this
+    machine computes what the other did. Exit code 3 if anything differs.
+    """
     from raydist.checkpoint import manifest, retention
 
     folder = resolve(run, storage)
+    if workers is not None and replay is None:
+        raise UsageError("--workers: bytes are checked without workers", "give --replay STEPS, too")
+    if replay is not None:
+        _replay(folder, replay, step, workers, as_json)
+        return
     steps = folder.committed() if step is None else [step]
     checked: list[dict[str, Any]] = []
     for number in steps:
@@ -77,6 +103,25 @@ def verify(run: _Run, step: _Step = None, storage: options.Storage = None, as_js
     elif not checked:
         print(f"{folder.uri}: no checkpoint is committed yet")
     if not all(c["good"] for c in checked):
+        raise typer.Exit(3)
+
+
+def _replay(folder: RunDir, steps: int, step: int | None, workers: int | None, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from raydist.launch.replay import replay
+
+    made = replay(folder, steps, step, workers)
+    if as_json:
+        print(json.dumps(asdict(made)))
+    else:
+        before = " and ".join(map(str, made.before))
+        what = f"losses, gradient norms and {made.tensors} tensors" if made.tensors else "losses and gradient norms"
+        says = f"{len(made.differences)} differences" if made.differences else f"the same {what}, to the bit"
+        print(f"steps {made.first} to {made.last}: trained on {before} workers, and again on {made.workers}: {says}")
+        for line in made.differences[:20]:
+            print(f"raydist: {line}", file=sys.stderr)
+    if made.differences:
         raise typer.Exit(3)
 
 

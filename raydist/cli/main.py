@@ -16,6 +16,7 @@ import typer
 
 import raydist
 from raydist import __version__, registry
+from raydist.api.parent import Parent
 from raydist.cli import (
     bench,
     checkpoint,
@@ -95,6 +96,7 @@ def _options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits with its code. A RaydistError is printed as one message on stderr."""
+    parent = Parent.take()
     try:
         _set_imports(sys.argv[1:] if arguments is None else arguments)
     except FileNotFoundError:
@@ -104,6 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
         _run(arguments)
     except RaydistError as error:
         print(f"raydist: {error}", file=sys.stderr)
+        parent.tell(error)
         leave(error.exit_code)
     except SystemExit as ended:
         if isinstance(ended.code, int):

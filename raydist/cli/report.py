@@ -28,21 +28,9 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print the page's figures as one JSON object.")] = False,
 ) -> None:
     """Write one offline HTML page about a run, also while it trains: losses, time, memory, slow ranks, incidents."""
-    from raydist.errors import UsageError
-    from raydist.report import run_metrics
-    from raydist.report.html import run as pages
-    from raydist.run.directory import REPORT, resolve
-    from raydist.storage import Storage
+    from raydist.api.runs import Run
+    from raydist.run.directory import resolve
 
-    place = resolve(run, storage)
-    home, name = place.storage, REPORT
-    if out is not None:
-        path, mark, query = out.partition("?") if "://" in out else (out, "", "")
-        folder, slash, name = path.rpartition("/")
-        home = Storage(f"{folder or slash or '.'}{mark}{query}")
-        if not name or (home.exists(name) and home.size(name) is None):
-            raise UsageError(f"-o {out} is a folder", f"name a file in it, such as {path.rstrip('/')}/{REPORT}")
-    figures = run_metrics.report(place)
-    home.write(name, pages.render(figures))
-    where = home.at(name).uri
+    made = Run(resolve(run, storage))
+    where, figures = made.write_page(out)
     print(json.dumps({**figures.facts, "report": where}, allow_nan=False) if as_json else where)

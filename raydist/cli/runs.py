@@ -47,12 +47,13 @@ def show(
     steps: Annotated[bool, typer.Option("--steps", help="Show every step instead of the summary.")] = False,
 ) -> None:
     """Show a run: status, losses, attempts, checkpoints, workers."""
+    from raydist.api.runs import Run
     from raydist.report import summary
     from raydist.run.directory import resolve
 
-    place = resolve(run, storage)
+    place = Run(resolve(run, storage))
     if steps:
-        rows: Any = summary.steps(place)
+        rows: Any = summary.steps(place.folder)
         if as_json:
             for row in rows:
                 print(json.dumps(row, allow_nan=False))
@@ -61,7 +62,7 @@ def show(
 
         tables.steps(rows)
         return
-    facts = printable(summary.show(place))
+    facts = place.show()
     if as_json:
         print(json.dumps(facts, allow_nan=False))
         return

@@ -57,6 +57,8 @@ def job_schema(own: Iterable[tuple[str, str]] = ()) -> dict[str, Any]:
     _allow_short_extension(made, "TrainSpec", "loss")
     exporters = made["$defs"]["ObserveSpec"]["properties"]["exporters"]
     exporters |= {"items": {"anyOf": [{"type": "string"}, exporters["items"]]}, "default": ["tensorboard"]}
+    hooks = made["properties"]["hooks"]
+    hooks |= {"items": {"anyOf": [{"type": "string"}, hooks["items"]]}}
     _add_options(made, JobSpec, list(own))
     return made
 
@@ -144,10 +146,12 @@ def _add_options(made: dict[str, Any], root: type[BaseModel], own: list[tuple[st
                     made["$defs"] |= schema.pop("$defs", {})
                     made["$defs"][title] = {**schema, "title": title}
                     rules.append(({"const": name}, {"$ref": f"#/$defs/{title}"}))
-                definition["allOf"] = [
+                conditions = [
                     {
                         "if": {"properties": {field: named}, "required": [field]},
                         "then": {"properties": {"options": then}},
                     }
                     for named, then in rules
                 ]
+                if conditions:
+                    definition["allOf"] = conditions

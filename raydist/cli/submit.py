@@ -176,14 +176,12 @@ def _named_by(jobs: Iterable[JobSpec], root: Path) -> list[Path]:
     found: dict[Path, None] = {}
     for job in jobs:
         source, tokenizer = job.data.source or STDLIB, job.data.tokenizer
-        modules = [job.model.name, job.parallel.strategy, *(e.name for e in job.observe.exporters)]
+        modules = job.own_code()
         data = {"data.path": job.data.path, "model.hf": job.model.hf}
         data |= {f"model.options.{key}": name for key, name in options_with_files(job).items()}
-        if is_records(source):
-            modules.append(source)
-        elif source != STDLIB:
+        if not is_records(source) and source != STDLIB:
             data["data.source"] = source
-        if tokenizer != "bytes" and not tokenizer.startswith("bpe:"):
+        if tokenizer != "bytes" and not tokenizer.startswith("bpe:") and tokenizer not in modules:
             data["data.tokenizer"] = tokenizer
         for module in (name.partition(":")[0].partition(".")[0] for name in modules if ":" in name):
             found |= {path: None for path in (Path(f"{module}.py"), Path(module)) if (root / path).exists()}

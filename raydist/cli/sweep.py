@@ -165,16 +165,7 @@ def report(
     storage: options.Storage = None,
 ) -> None:
     """Write one offline HTML page about a sweep, also while it runs."""
-    from raydist.cli.sweepend import page, write_page
-    from raydist.report.sweep.results import tell
-    from raydist.run.directory import REPORT
+    from raydist.api.sweeps import Sweep
     from raydist.run.sweep_directory import resolve_sweep
 
-    folder = resolve_sweep(name, storage)
-    summary = tell(folder)
-    if out is None:
-        write_page(folder, summary)
-        print(folder.storage.at(REPORT).uri)
-        return
-    output.write(out, page(summary))
-    print(out)
+    print(Sweep(resolve_sweep(name, storage)).report(None if out is None else str(out)))

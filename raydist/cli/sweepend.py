@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
 
+from raydist.api.sweeps import page
 from raydist.errors import TrainingStopped
 from raydist.run.directory import REPORT
 from raydist.run.sweep_directory import RESULTS, SweepDir
@@ -33,24 +33,11 @@ def finish(folder: SweepDir, code: int, as_json: bool) -> int:
         print(json.dumps(summary, allow_nan=False))
     else:
         tables.results(summary, failures=False)  # they are printed last
-    if _written(REPORT, lambda: write_page(folder, summary)):
+    if _written(REPORT, lambda: folder.storage.write(REPORT, page(summary))):
         print(f"all results on one page: {folder.storage.at(REPORT).uri}", file=sys.stderr)
     sys.stdout.flush()
     _report_failures(folder, code)
     return code
-
-
-def page(summary: dict[str, Any]) -> bytes:
-    """The HTML page about the sweep. `summary`: a result of `results.tell`. Raises StorageError."""
-    from raydist.report.html.sweep import MOST, render
-    from raydist.report.sweep.curves import curves
-
-    return render(summary, curves(summary, MOST))
-
-
-def write_page(folder: SweepDir, summary: dict[str, Any]) -> None:
-    """Writes the page as report.html into the sweep's folder. Raises StorageError."""
-    folder.storage.write(REPORT, page(summary))
 
 
 def _written(name: str, write: Callable[[], None]) -> bool:

@@ -54,9 +54,7 @@ def train_cells(
     folder = SweepDir(Storage(home).at(sweep.name))
     datasets = Datasets(home, data_progress)
     cwd, limits = Path.cwd(), sweep.spec.limits
-    names = {name for c in able for name in (c.job.model.name, c.job.parallel.strategy)}
-    exporters = {e.name for c in able for e in c.job.observe.exporters}
-    own_code = any(":" in name for name in names | exporters)
+    own_code = any(cell.job.own_code() for cell in able)
     place = where(address)
     rows = ResultExport(
         folder, choose([e.model_dump() for e in sweep.base.observe.exporters], folder), sweep.spec.objective.metric

@@ -188,8 +188,6 @@ def _train(
 
     cwd = Path.cwd()
     run.storage.write(SPEC, stored(job).encode())
-    extensions = [job.model.name, job.parallel.strategy, *(e.name for e in job.observe.exporters)]
-    own_code = any(":" in name for name in extensions)
     with (
         run_logs(run) as log_dir,
         open_session(
@@ -197,7 +195,7 @@ def _train(
             env=worker_env(job),
             log_dir=log_dir,
             python_path=[str(cwd)] if place == "local" else [],
-            working_dir=cwd if own_code else None,
+            working_dir=cwd if job.own_code() else None,
             metrics_port=metrics_port(exporters),
             ranks=True,
         ) as session,

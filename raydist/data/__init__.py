@@ -16,7 +16,8 @@ torch or ray; jinja2 is imported for chat templates only.
     index.py           a dataset's metadata
     dataset.py         a dataset, memory-mapped; its samples are windows of tokens
     order.py           the order of an epoch: a keyed permutation without state
-    batches.py         global batches, a rank's share, the thread that prefetches them
+    batches.py         global batches, and a rank's share
+    loader.py          the thread that prefetches them
     sequences.py       documents as samples (data.batching)
     micro_batches.py   which of them are computed together, in which shape and where
     token_batches.py   global batches of a number of tokens

@@ -21,6 +21,7 @@ from raydist import data
 from raydist.checkpoint import hub
 from raydist.checkpoint.mirrors import newest_attempt
 from raydist.errors import RaydistError, StorageError, TrainingStopped
+from raydist.launch.zygote import leave
 from raydist.records import Event
 from raydist.run import requests
 from raydist.run.directory import SPEC, RunDir, begin_attempt, check_name, default_storage
@@ -162,4 +163,4 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

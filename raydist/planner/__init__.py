@@ -1,6 +1,7 @@
 """Estimates whether a job fits, with which strategy, and its speed, from passes on fake tensors. See docs/how-to/plan.md.
 
-Runs in: the user's shell (`raydist plan`). Only measure.py, live.py, tensor.py and target.py import torch.
+Runs in: the user's shell (`raydist plan`). Only measure.py, fake_module.py, live.py, tensor.py and target.py
+import torch.
 
     facts.py      plain values: model, machine, one measured pass, an estimate
     estimate.py   bytes that a rank holds and sends, by strategy

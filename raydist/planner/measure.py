@@ -20,34 +20,32 @@ counts as much as the third one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.errors import RaydistError, UserError
-from raydist.planner.facts import ROOT, Activations, Model, Param, Pass, Peak, Stage
+from raydist.planner.facts import Activations, Model, Pass, Peak, Stage
+from raydist.planner.fake_module import FakeModule
 from raydist.planner.live import LiveBytes
 from raydist.planner.target import KERNELS, OnTarget
 from raydist.planner.tensor import EvenExchange, first_of
-from raydist.worker import lora, model_transforms
+from raydist.worker import lora
 from raydist.worker.dataloader import own_tokens
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.flops import flops_per_token
 from raydist.worker.model._moe import layers_of
-from raydist.worker.parallel._model_graph import blocks_of
 from raydist.worker.parallel._pipeline import BoundStage
 from raydist.worker.parallel._split import LayerSplit, split_layers
 from raydist.worker.parallel._stages import cut_model
@@ -55,7 +53,6 @@ from raydist.worker.precision import DTYPES
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
-    from raydist.spec.models import TrainSpec
 
 
 _FEW = 3
@@ -84,7 +81,7 @@ class Planner:
         # Constants in the user's module are real tensors.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._mesh: Mesh | None = None
-        self._models: dict[bool, list[_Fake]] = {}
+        self._models: dict[bool, list[FakeModule]] = {}
         self._known: dict[Pass, Activations] = {}
         self._shorter = {} if shorter is None else shorter
         """Planners of the same model with fewer blocks, by (tensor, context, expert, blocks of each stage)."""
@@ -174,7 +171,7 @@ class Planner:
                 lora.add(made, self._spec.model.lora)
             return made
 
-    def _parts(self, cast: bool) -> list[_Fake]:
+    def _parts(self, cast: bool) -> list[FakeModule]:
         """The model, or its stages."""
         if cast not in self._models:
             module = self._whole()
@@ -187,7 +184,7 @@ class Planner:
                 if cast:
                     _cast(module, DTYPES[self._spec.precision.params])
                 self._shares = cuts.shares if cuts is not None else None
-                parts = [_Fake(part, whole, replicas) for part in (cuts.parts(module) if cuts else [module])]
+                parts = [FakeModule(part, whole, replicas) for part in (cuts.parts(module) if cuts else [module])]
                 self._models[cast] = parts
             self._blocks = tuple(part.blocks for part in parts)
             name = self._spec.model.name
@@ -218,7 +215,7 @@ class Planner:
         return torch.autocast("cpu", dtype=dtype) if dtype is not torch.float32 else nullcontext()
 
     def _handed_on(
-        self, parts: list[_Fake], stage: int, target: OnTarget
+        self, parts: list[FakeModule], stage: int, target: OnTarget
     ) -> tuple[tuple[int, ...], torch.dtype] | None:
         """What a stage gets from the one before: its shape without the micro-batch's size, and its dtype. None for the first."""
         for n in range(len(self._exits), stage):
@@ -229,7 +226,7 @@ class Planner:
             self._exits.append((tuple(out.shape[1:]), out.dtype))
         return self._exits[stage - 1] if stage else None
 
-    def _measure(self, parts: list[_Fake], how: Pass) -> Activations:
+    def _measure(self, parts: list[FakeModule], how: Pass) -> Activations:
         made, last = parts[how.stage], how.stage == len(parts) - 1
         on_target = OnTarget(self._target == "cuda")
         train = self._spec.train.model_copy(update={"checkpoint_activations": how.checkpoint, "compile": False})
@@ -298,7 +295,7 @@ class Planner:
                 ) from error
 
 
-def _alike(parts: list[_Fake]) -> bool:
+def _alike(parts: list[FakeModule]) -> bool:
     """Whether all blocks have the same layers and shapes."""
     every = {(repr(b), *((n, p.shape) for n, p in b.named_parameters())) for part in parts for b in part.of_blocks}
     return len(every) == 1
@@ -335,94 +332,3 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
             if p.is_floating_point():
                 made.setdefault(id(p), nn.Parameter(p.detach().to(dtype), p.requires_grad))
                 setattr(holder, name, made[id(p)])
-
-
-class _Fake:
-    """A module on fake tensors, with hooks that report phases and gradients to a `LiveBytes`."""
-
-    def __init__(self, module: nn.Module, whole: Mapping[str, torch.Size], replicas: Mapping[str, Fraction]) -> None:
-        """`whole`: the shapes of its parameters before it was split; `replicas`: of experts, see `Param`."""
-        self.module = module
-        self.of_blocks = [block for _, block in blocks_of(module)]
-        self.blocks = len(self.of_blocks)
-        units = {id(p): i for i, block in reversed(list(enumerate(self.of_blocks))) for p in block.parameters()}
-        self.facts = Model(
-            tuple(
-                Param(
-                    name,
-                    tuple(p.shape),
-                    p.requires_grad,
-                    units.get(id(p), ROOT),
-                    None if p.shape == whole[name] else tuple(whole[name]),
-                    replicas.get(name, Fraction(1)),
-                )
-                for name, p in module.named_parameters()
-            ),
-            sum(b.untyped_storage().nbytes() for b in module.buffers()),
-        )
-        self._live: LiveBytes | None = None
-        self._unit: dict[int, list[Tensor]] = {}
-        for p in module.parameters():
-            if p.requires_grad:
-                self._unit.setdefault(units.get(id(p), ROOT), []).append(p)
-                gradient = partial(self._has_gradient, units.get(id(p), ROOT))
-                p.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
-        for i, block in enumerate(self.of_blocks):
-            block.register_forward_pre_hook(partial(self._entered, i))
-            block.register_forward_hook(partial(self._left, i))
-
-    def watch(self, live: LiveBytes, hold: bool) -> None:
-        """Reports to `live`. `hold`: see `Pass`."""
-        self._live, self._hold = live, hold
-        self._missing = {unit: len(members) for unit, members in self._unit.items()}
-
-    def forget(self) -> None:
-        """Reports to nothing: another stage may have the same weights."""
-        self._live = None
-
-    def _entered(self, number: int, block: nn.Module, args: object) -> None:
-        if self._live is not None and self._live.phase != "backward":  # a model may recompute its blocks itself
-            self._live.phase, self._live.block = "forward", number
-
-    def _left(self, number: int, block: nn.Module, args: object, out: object) -> None:
-        if self._live is None or self._live.phase == "backward":
-            return
-        self._live.phase = "loss"  # until the next block, if there is one
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._comes_back, number))  # type: ignore[no-untyped-call]
-
-    def _comes_back(self, number: int, grad: Tensor) -> None:
-        assert self._live is not None
-        self._live.phase, self._live.block = "backward", number
-
-    def _has_gradient(self, unit: int, parameter: Tensor) -> None:
-        if self._live is None:
-            return
-        if not self._hold:
-            parameter.grad = None  # accumulated into memory that is counted as gradients
-            return
-        assert parameter.grad is not None
-        self._live.retag(parameter.grad, "whole")
-        self._missing[unit] -= 1
-        if not self._missing[unit]:
-            for p in self._unit[unit]:
-                p.grad = None
-
-    @contextmanager
-    def prepared(self, spec: TrainSpec, on_target: OnTarget) -> Iterator[None]:
-        """`train.checkpoint_activations` on each block, as in the training loop; never compiled."""
-
-        def within(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with on_target:
-                return forward(*args, **kwargs)
-
-        try:
-            for block in self.of_blocks:
-                # Recomputation runs within `backward`, where function modes are off, so the mode is entered again.
-                block.forward = partial(within, block.forward)
-            model_transforms.prepare(self.module, spec)
-            yield
-        finally:
-            for block in self.of_blocks:
-                block.__dict__.pop("forward", None)

@@ -93,10 +93,20 @@ def load(
     over = overriding(overrides)
     if deepspeed is not None:
         over.tree.setdefault("deepspeed", str(deepspeed))
-    layers = read_layers(Path(path))
+    return resolve([*read_job(Path(path)), over], str(path), warn)
+
+
+def read_job(path: Path) -> list[Layer]:
+    """The layers of a job file: `read_layers`. Raises SpecError, also for a sweep."""
+    layers = read_layers(path)
     if {"base", "array"} <= layers[-1].tree.keys():
         raise SpecError(f"{path}: is a sweep, not a job; train it with `raydist sweep {path}`")
-    return resolve([*layers, over], str(path), warn)
+    return layers
+
+
+def of_tree(tree: Mapping[str, Any], place: str) -> Layer:
+    """The layer of a job that is given as nested dicts at `place`; its paths are relative to the working directory."""
+    return Layer(dict(tree), dict.fromkeys(_paths(tree), place))
 
 
 def overriding(overrides: Sequence[str]) -> Layer:

@@ -13,17 +13,20 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
+from raydist.spec import virtual_ranks
 from raydist.spec.comm import CommSpec
 from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, near_divisors, problem
 from raydist.spec.running import (
     CheckpointSpec,
     ClusterSpec,
     ExporterSpec,
+    HookSpec,
     ObserveSpec,
     OffloadSpec,
     ParallelSpec,
     RecoverySpec,
     SpikeSpec,
+    short_name,
 )
 from raydist.spec.training import (
     BatchingSpec,
@@ -38,6 +41,7 @@ from raydist.spec.training import (
     TrainSpec,
     short_precision,
 )
+from raydist.spec.validate import named
 
 _FEW = 8
 """Padded lengths of micro-batches, where the model is compiled."""
@@ -46,12 +50,12 @@ _FEW = 8
 class JobSpec(PartWithNewFields):
     """One training job."""
 
-    new_fields = ("comm", "init_from")
+    new_fields = ("comm", "init_from", "hooks")
 
     numbers_exclude: ClassVar[tuple[str, ...]] = (
         "name", "train.micro_batch", "train.compile", "train.checkpoint_activations", "train.check_replicas",
         "train.check_gradients", "parallel", "offload", "checkpoint", "eval", "recovery", "observe", "cluster", "data.prefetch",
-        "data.source", "data.path", "optim.fused", "deepspeed", "model.hf", "init_from", "data.batching.max_tokens",
+        "data.source", "data.path", "optim.fused", "deepspeed", "model.hf", "init_from", "hooks", "data.batching.max_tokens",
         "data.batching.min", "data.batching.max", "data.batching.multiple", "data.batching.lengths",
     )  # fmt: skip
     """Fields that do not change the numbers, or only within float tolerance. The data is compared by its fingerprint."""
@@ -93,7 +97,21 @@ class JobSpec(PartWithNewFields):
         default_factory=lambda: ObserveSpec(),
         description="What is measured besides the steps; docs/reference/observe.md.",
     )
+    hooks: tuple[Annotated[HookSpec, BeforeValidator(short_name)], ...] = Field(
+        (),
+        description="Code of your own that the run calls, and that changes nothing: a list of names, or of the fields below; "
+        "docs/extending.md.",
+    )
     cluster: ClusterSpec = Field(default_factory=lambda: ClusterSpec(), description="The resources that the run uses.")
+
+    def own_code(self) -> list[str]:
+        """What it names of the user's own code, as `package.module:attribute`: extensions, the tokenizer, the source of records."""
+        names = [each.name for each in named(type(self), self.model_dump(mode="json"))]
+        return [
+            name
+            for name in dict.fromkeys((*names, self.data.tokenizer, self.data.source or ""))
+            if registry.is_own(name)
+        ]
 
     @model_validator(mode="after")
     def _fits(self) -> JobSpec:
@@ -125,6 +143,7 @@ class JobSpec(PartWithNewFields):
         strategy, plan = self.parallel.strategy, strategy_plan(self.parallel.strategy)
         check_spec("parallel", strategy, self)
         self._compression_fits()
+        virtual_ranks.check(self)
         if self.offload.parameters == "cpu" and plan is not None and "parameters" not in plan.sharded:
             sharding = [s for s in strategies() if "parameters" in getattr(strategy_plan(s), "sharded", ())]
             raise problem("offload.parameters", "cpu", f"needs sharded parameters, and {strategy} keeps them whole",
@@ -349,10 +368,13 @@ class JobSpec(PartWithNewFields):
         `fingerprint` is the dataset's. It replaces the dataset's source and path.
         """
         sequences = {"data.batching.longest": self.longest} if self.data.batching is not None else {}
+        exclude = self.numbers_exclude
+        if self.train.virtual_ranks is not None:  # the shapes of micro-batches change bits
+            exclude = tuple(x for x in exclude if x not in virtual_ranks.SHAPES)
         return {"data.fingerprint": fingerprint, **sequences} | {
             name: sequences.get(name, value)
             for name, value in flatten(self.model_dump(mode="json")).items()
-            if not any(name == x or name.startswith(x + ".") for x in self.numbers_exclude)
+            if not any(name == x or name.startswith(x + ".") for x in exclude)
         }
 
 

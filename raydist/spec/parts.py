@@ -83,7 +83,8 @@ class Extension:
         """The built-in names, or `package.module:attribute`."""
         made = handler(core)
         del made["type"]
-        return {**made, "anyOf": [{"enum": self.names()}, {"type": "string", "pattern": ":"}]}
+        own = {"type": "string", "pattern": ":"}
+        return {**made, "anyOf": [{"enum": names}, own]} if (names := self.names()) else {**made, **own}
 
 
 def check_spec(kind: str, name: str, section: Any) -> None:

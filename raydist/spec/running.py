@@ -272,7 +272,8 @@ class RecoverySpec(Part):
         return self.timeout_s / 6 if self.data_timeout == "auto" else self.data_timeout
 
 
-def _short_exporter(value: Any) -> Any:
+def short_name(value: Any) -> Any:
+    """A section that is given as its name alone."""
     return {"name": value} if isinstance(value, str) else value
 
 
@@ -284,6 +285,20 @@ class ExporterSpec(Part):
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="The options of that exporter; docs/how-to/exporters.md."
+    )
+
+
+class HookSpec(Part):
+    """Code of your own that the run calls at its steps, evaluations and checkpoints."""
+
+    name: Annotated[str, Extension("hook")] = Field(
+        description="package.module:attribute of your own; docs/extending.md."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="The options of that hook.")
+    ranks: Literal["first", "all"] = Field("first", description="The ranks that call it: rank 0, or each one.")
+    on_error: Literal["stop", "report"] = Field(
+        "stop",
+        description="An exception of the hook ends the run with that cause, or is noted once while the run goes on.",
     )
 
 
@@ -301,7 +316,7 @@ class ObserveSpec(PartWithNewFields):
         description="GPUs: the number of latest allocations and frees that torch records with their lines of code, for the "
         "snapshot after running out of memory, about 2 us each; 0: the snapshot has blocks without lines of code.",
     )
-    exporters: list[Annotated[ExporterSpec, BeforeValidator(_short_exporter)]] = Field(
+    exporters: list[Annotated[ExporterSpec, BeforeValidator(short_name)]] = Field(
         default_factory=lambda: [ExporterSpec(name="tensorboard")],
         description="Where steps, events and measurements go besides the run's folder: a list of names, or of the fields below.",
     )

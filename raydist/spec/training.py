@@ -214,7 +214,7 @@ class LossSpec(Part):
 class TrainSpec(PartWithNewFields):
     """Length, batches, loss, and how the passes are computed."""
 
-    new_fields = ("loss",)
+    new_fields = ("loss", "virtual_ranks")
 
     steps: int | None = Field(None, ge=1, description="Optimizer steps of the whole run; or give `epochs`.")
     epochs: float | None = Field(None, gt=0, description="Passes over the training data; or give `steps`.")
@@ -222,6 +222,12 @@ class TrainSpec(PartWithNewFields):
         32, ge=1, description="Sequences of one optimizer step, over all workers; it does not depend on their number."
     )
     micro_batch: int = Field(8, ge=1, description="Sequences of one forward and backward pass of one worker.")
+    virtual_ranks: int | None = Field(
+        None,
+        ge=1,
+        description="Parts into which each global batch is divided, and in whose order everything is summed: the same bits on any "
+        "number of workers up to this; docs/explanation/same-bits.md. null: the order depends on the number of workers.",
+    )
     seed: int = Field(
         0, ge=0, lt=2**63, description="The seed of everything random: initial weights, data order, dropout."
     )

@@ -113,7 +113,7 @@ def _section(annotation: Any) -> type[BaseModel] | None:
         return annotation
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, typing.Annotated):
         return next((s for a in typing.get_args(annotation) if (s := _section(a))), None)
-    if typing.get_origin(annotation) is list:
+    if typing.get_origin(annotation) in (list, tuple):
         return _section(typing.get_args(annotation)[0])
     return None
 

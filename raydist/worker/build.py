@@ -31,6 +31,7 @@ from raydist.worker.parallel._model_graph import initialise, some
 from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._split import LayerSplit
 from raydist.worker.parallel._stages import StageCut
+from raydist.worker.parts import Parts
 from raydist.worker.pipeline_schedule import schedule
 
 T = TypeVar("T")
@@ -158,6 +159,27 @@ def build_strategy(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
     return Pipeline(spec, mesh, make)
 
 
+def refuse_running_statistics(model: nn.Module) -> None:
+    """Raises UserError for a layer whose buffers depend on which samples this rank has seen, with `train.virtual_ranks`."""
+    for name, module in model.named_modules():
+        if getattr(module, "track_running_stats", False):
+            raise UserError(
+                f"train.virtual_ranks: {name}: {type(module).__name__} has statistics of the samples of this rank, which depend on "
+                "the number of workers",
+                "set track_running_stats=False, or take another norm",
+            )
+
+
+def divide_into_parts(spec: JobSpec, mesh: Mesh, strategy: ParallelStrategy) -> Parts | None:
+    """Tells a strategy, before it wraps the model, of the parts that `train.virtual_ranks` makes. Every rank."""
+    if spec.train.virtual_ranks is None:
+        return None
+    together: int = strategy.reduces_together()  # type: ignore[attr-defined]  # its PLAN says that it has it
+    parts = Parts(spec.train.virtual_ranks, mesh.data_rank, mesh.data_size, together)
+    strategy.parts = parts  # type: ignore[attr-defined]
+    return parts
+
+
 def pipeline_schedule(spec: JobSpec, mesh: Mesh, cuts: StageCut) -> dict[str, Any]:
     """See `raydist.worker.pipeline_schedule.schedule`, of the replica with the most sequences."""
     most = -(-spec.train.global_batch // mesh.data_size)
@@ -174,9 +196,11 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer, with its state on the device of the shards, in host memory, or in a file."""
     device = next(iter(shards.values())).local.device
+    same_bits = spec.train.virtual_ranks is not None
     if spec.offload.optimizer == "none":
-        return optimizers.build(shards, spec.optim, device)
+        return optimizers.build(shards, spec.optim, device, same_bits=same_bits)
     made = offload.build(shards, spec.optim, spec.offload, device, tag=f"rank{rank.rank}")
+    made.same_bits = same_bits
     strategy.on_final = made.gradients_final if split is None else split.final(made.gradients_final)
     if rank.world_size == 1:
         made.watch_backward()

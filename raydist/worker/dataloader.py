@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from raydist.data.batches import MASKED, MicroBatch, Samples, StepBatch, eval_batches
+from raydist.data.batches import MASKED, Divide, MicroBatch, Samples, StepBatch, eval_batches
 from raydist.data.dataset import TokenDataset
 from raydist.data.samples import batches_of, divide_of, held_out_samples, training_samples
 from raydist.data.sequences import Sequences
 from raydist.errors import DataError, UserError
 from raydist.spec import JobSpec
 from raydist.worker.mesh import Mesh
+from raydist.worker.parts import Parts
 
 
 class Feed:
@@ -29,7 +30,14 @@ class Feed:
         self._device = mesh.rank.device
         self.samples = training_samples(spec, dataset)
         self.batches = batches_of(spec, self.samples, dataset.fingerprint)
-        self.divide = divide_of(spec, self.samples)
+        self._of_part = divide_of(spec, self.samples)
+        self.parts: Parts | None = None
+        """If the global batch is divided into parts first; set before batches are read."""
+
+    @property
+    def divide(self) -> Divide:
+        """How a global batch becomes the micro-batches of each rank."""
+        return self._of_part if self.parts is None else self.parts.divide(self._of_part)
 
     @property
     def shapes(self) -> int:
@@ -64,10 +72,19 @@ class Feed:
                 f"{self._dataset.uri}: the eval split is empty, but eval.every is {self._spec.eval.every}",
                 "prepare with a larger eval_fraction, or set eval.every: null",
             )
-        return [
-            self._made(samples, ids[part])
-            for ids in eval_batches(len(samples), self._spec.eval.batches, self.batches.global_batch)
-            for part in divide_of(self._spec, samples)(ids, self._mesh.data_rank, self._mesh.data_size)
+        batches = eval_batches(len(samples), self._spec.eval.batches, self.batches.global_batch)
+        divide, rank, size = divide_of(self._spec, samples), self._mesh.data_rank, self._mesh.data_size
+        if self.parts is None:
+            return [self._made(samples, ids[part]) for ids in batches for part in divide(ids, rank, size)]
+        divided = [(ids, self.parts.divide(divide)(ids, rank, size)) for ids in batches]
+        turns = len(self.parts.own)
+        return [  # all of the first part, then all of the second
+            self._made(samples, ids[micro_batch])
+            for turn in range(turns)
+            for ids, micro_batches in divided
+            for micro_batch in micro_batches[
+                turn * len(micro_batches) // turns : (turn + 1) * len(micro_batches) // turns
+            ]
         ]
 
     def _made(self, samples: Samples, ids: Any) -> MicroBatch:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from raydist.errors import UserError
 from raydist.ipc.network_interface import interface_of
+from raydist.worker import numerics
 from raydist.worker.comm import rendezvous
 
 T = TypeVar("T")
@@ -179,5 +180,5 @@ def describe(rank: Rank) -> dict[str, object]:
         "pid": os.getpid(),
         "device": str(rank.device),
         "python": sys.version.split()[0],
-        "torch": torch.__version__,
+        **numerics.own(),
     }

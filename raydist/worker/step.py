@@ -24,10 +24,11 @@ from raydist.worker.loss.cross_entropy import loss_sum as loss_sum
 from raydist.worker.mesh import Mesh
 from raydist.worker.optim.hooks import hooks_of
 from raydist.worker.parallel import ParallelStrategy, run_passes
-from raydist.worker.parallel._grad_norm import GradNorm
+from raydist.worker.parallel._grad_norm import GradNorm, RowNorm
 from raydist.worker.parallel._model_graph import watch_gradients
 from raydist.worker.parallel._split import LayerSplit
 from raydist.worker.parameter_table import ParameterTable
+from raydist.worker.parts import Parts
 from raydist.worker.precision import Precision
 from raydist.worker.step_hooks import Bad, Step, StepHook
 
@@ -64,7 +65,7 @@ LEFT_OUT = StepReport(float("nan"), float("nan"), 0, stop=False, skipped=True)
 
 class TrainStep:
     """One optimizer step. `full_tokens`: of a full global batch; `clip`: largest norm of the gradient (0: no limit); `split`: the
-    layers of the model, if they are split."""
+    layers of the model, if they are split; `parts`: the rank's, of a strategy that sums along their tree."""
 
     def __init__(
         self,
@@ -80,11 +81,13 @@ class TrainStep:
         hooks: Sequence[StepHook] = (),
         heartbeat: Heartbeat | None = None,
         loss: Loss = loss_sum,
+        parts: Parts | None = None,
     ) -> None:
-        self.loss = loss
+        self.loss, self.parts = loss, parts
         self.mesh, self.strategy, self.optimizer, self.precision = mesh, strategy, optimizer, precision
         self.full_tokens, self._clip, self.hooks = full_tokens, clip, hooks
-        self._split, self._grad_norm = split, GradNorm(parameters, mesh.rank)
+        self._split = split
+        self._grad_norm = GradNorm(parameters, mesh.rank) if parts is None else RowNorm(parameters, mesh.rank)
         self.optimizer_hooks = hooks_of(optimizer, strategy.scale_grads)
         self.heartbeat = heartbeat or Heartbeat()
 
@@ -156,7 +159,7 @@ class TrainStep:
         norm = self._grad_norm()  # enqueued before the host waits for the device, once
         found: list[float] = sums.tolist()
         step.grad_norm = float(norm)
-        return found
+        return found if self.parts is None else self.parts.joined(found)
 
     def _bad(self, step: Step, finite: bool) -> Bad | None:
         if step.overflow:
@@ -213,7 +216,8 @@ class _Training:
         self._last = len(step.micro_batches) - 1
         self._pending: dist.Work | None = None
         self._sent = owner.mesh.rank.world_size == 1
-        self._sums = torch.tensor(mine, dtype=torch.float64)
+        self._parts = owner.parts
+        self._sums = torch.tensor(mine if self._parts is None else self._parts.spread(mine), dtype=torch.float64)
         device = owner.mesh.rank.device
         if device.type == "cuda":  # from pageable memory the host would wait here for the update before
             self._sums = self._sums.pin_memory().to(device, non_blocking=True)
@@ -239,7 +243,7 @@ class _Training:
         owner.heartbeat.enter("backward")
         if isinstance(made, torch.Tensor):
             if owner.mesh.counts:
-                self._sums[0] += made.detach()
+                add_loss(self._sums, made, self._parts)
             if index == self._last and owner.mesh.pipeline == 1:
                 self._send()  # its milliseconds hide behind the backward pass; every rank issues it before DDP's own
             # A constant stands for the tokens of the global batch, which are known only after the sync.
@@ -293,10 +297,12 @@ class _Evaluation:
 
     trains = False
 
-    def __init__(self, mesh: Mesh, precision: Precision, heartbeat: Heartbeat, loss: Loss) -> None:
+    def __init__(self, mesh: Mesh, precision: Precision, heartbeat: Heartbeat, loss: Loss, parts: Parts | None) -> None:
         self._mesh, self._precision, self._heartbeat, self._loss = mesh, precision, heartbeat, loss
-        self.sums = torch.zeros(2, dtype=torch.float64, device=mesh.rank.device)
-        """Of the loss, and of its tokens."""
+        self._parts = parts
+        zeros = [0.0, 0.0] if parts is None else parts.spread([0.0, 0.0])
+        self.sums = torch.tensor(zeros, dtype=torch.float64, device=mesh.rank.device)
+        """Of the loss, or of each part's, and of its tokens."""
 
     def around(self, index: int) -> AbstractContextManager[None]:
         self._heartbeat.enter("eval")
@@ -308,12 +314,20 @@ class _Evaluation:
                 return call_model(module, batch)
             loss = self._loss(module, batch)
         if self._mesh.counts:
-            self.sums[0] += loss
-            self.sums[1] += (batch.targets != MASKED).sum()
+            add_loss(self.sums, loss, self._parts)
+            self.sums[-1] += (batch.targets != MASKED).sum()
         return loss
 
     def backward(self, index: int, made: torch.Tensor | GradientEdge, grad: torch.Tensor | None = None) -> None:
         raise AssertionError("an evaluation has no backward pass")
+
+
+def add_loss(sums: torch.Tensor, loss: torch.Tensor, parts: Parts | None) -> None:
+    """Adds a micro-batch's loss to the first of `sums`, or to that of its part."""
+    if parts is None:
+        sums[0] += loss.detach()
+    elif parts.part is not None:
+        sums[parts.part] += loss.detach()
 
 
 def _finite(x: float) -> bool:
@@ -333,10 +347,12 @@ def evaluate(
     module = getattr(strategy.module, "module", strategy.module)
     was_training = module.training
     module.eval()
-    work = _Evaluation(mesh, precision, heartbeat or Heartbeat(), loss)
+    parts: Parts | None = getattr(strategy, "parts", None)
+    work = _Evaluation(mesh, precision, heartbeat or Heartbeat(), loss, parts)
     run_passes(strategy, batches, work)
     module.train(was_training)
     if mesh.rank.world_size > 1:
         dist.all_reduce(work.sums)
-    total, tokens = work.sums.tolist()
+    sums: list[float] = work.sums.tolist()
+    total, tokens = sums if parts is None else parts.joined(sums)
     return total / max(tokens, 1.0), int(tokens)

@@ -10,9 +10,12 @@ import pytest
 import xxhash
 
 from raydist.checkpoint import manifest, retention
-from raydist.checkpoint.manifest import FileEntry, Manifest
+from raydist.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from raydist.cli.main import main
+from raydist.launch.replay import hashes
+from raydist.records import StepRecord
 from raydist.run.directory import RunDir
+from raydist.run.log_writer import RunLog
 
 
 @pytest.fixture
@@ -85,3 +88,55 @@ def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(capsys, "list", "nobody", "--storage", str(tmp_path))
     assert code == 2
     assert str(tmp_path) in err
+
+
+def recorded(run: RunDir, steps: int, world_size: int) -> None:
+    """The records of a run's first steps."""
+    record = StepRecord(0, 1.0, 1e-3, 1.0, 64, 0.1, 0.0, world_size, 1, "hash")
+    log = RunLog(run)
+    log.attempt(1, 0)
+    log.steps([{**record.to_dict(), "step": step} for step in range(1, steps + 1)])
+    log.close()
+
+
+def test_what_cannot_be_replayed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Too few steps after a checkpoint, other bits by design, more workers than virtual ranks: each is one line, with exit code 2,
+    and leaves nothing behind."""
+    recorded(run, 53, 2)
+    code, _, err = call(capsys, "verify", run.uri, "--replay", "60")
+    assert (code, "no checkpoint is followed by 60 recorded steps" in err) == (2, True)
+    code, _, err = call(capsys, "verify", run.uri, "--replay", "4", "--step", "50")
+    assert (code, "no checkpoint of step 50 is followed by 4 recorded steps" in err) == (2, True)
+    code, _, err = call(capsys, "verify", run.uri, "--replay", "3")
+    assert (code, "has no train.virtual_ranks: trained on 2 workers, it has other bits on 1" in err) == (2, True)
+    run.storage.write("spec.yaml", b"data: {source: x}\ntrain: {steps: 50, micro_batch: 1, virtual_ranks: 4}\n")
+    code, _, err = call(capsys, "verify", run.uri, "--replay", "3", "--workers", "5")
+    assert (code, "--workers 5: run it has train.virtual_ranks: 4" in err) == (2, True)
+    assert call(capsys, "verify", run.uri, "--workers", "5")[0] == 2
+    assert [path.name for path in Path(run.uri).parent.iterdir()] == ["it"]
+
+
+def saved(run: RunDir, step: int, cuts: list[int], data: bytes) -> None:
+    """A checkpoint of one tensor of bytes, cut into chunks there, the last one first in the file."""
+    ends = [*cuts, len(data)]
+    pieces = list(zip([0, *cuts], ends, strict=True))[::-1]
+    chunks, start = [], 0
+    for first, last in pieces:
+        chunks.append(Chunk((first,), (last - first,), "s", start, last - first))
+        start += last - first
+    entry = TensorEntry("uint8", (len(data),), tuple(chunks))
+    run.storage.write(manifest.path(step, "s"), b"".join(data[first:last] for first, last in pieces))
+    made = Manifest(step, 1, 1, 0.0, "", {}, {"model/w": entry, "rng/0": entry})
+    run.storage.write(manifest.path(step, "MANIFEST-0001.json"), made.dumps())
+
+
+def test_a_tensor_has_one_hash_whoever_wrote_it(tmp_path: Path) -> None:
+    """In one chunk or in three the hash is the same; of another byte it is another. Random states are not compared."""
+    run, data = RunDir(tmp_path / "it"), bytes(range(100))
+    saved(run, 1, [], data)
+    saved(run, 2, [30, 64], data)
+    saved(run, 3, [30, 64], data[:-1] + b"\0")
+    whole, cut, other = (hashes(run, step) for step in (1, 2, 3))
+    assert whole == cut
+    assert list(whole) == list(other) == ["model/w"]
+    assert whole != other

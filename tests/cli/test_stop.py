@@ -13,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from raydist.api import stopping
 from raydist.cli import stop
 from raydist.errors import RunNotFound, StopFailed, UsageError
 from raydist.records import Event
@@ -27,7 +28,7 @@ from raydist.run.sweep_directory import CellNote, SweepDir, SweepLog
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drivers and commands poll often."""
     monkeypatch.setattr(leases, "STOP_LOOK_S", 0.02)
-    monkeypatch.setattr(stop, "POLL_S", 0.02)
+    monkeypatch.setattr(stopping, "POLL_S", 0.02)
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_two_at_once(run: RunDir) -> None:
     """A second request for the same driver is not a new one; the command that waits returns when the run ends."""
     thread = driving(run, lambda: state(run, "interrupted"))
     results: list[Any] = []
-    first = threading.Thread(target=lambda: results.append(stop.wait(stop._Folder(run), newest_driver(run), 30)))  # type: ignore[arg-type]
+    first = threading.Thread(target=lambda: results.append(stopping.wait(stopping.Driven(run), newest_driver(run), 30)))  # type: ignore[arg-type]
     first.start()
     driver = newest_driver(run)
     assert driver is not None
@@ -171,7 +172,7 @@ def test_a_driver_that_dies_on_the_way(run: RunDir) -> None:
     assert driver is not None
     put(run, LOST_AFTER_S + 1)
     with pytest.raises(StopFailed, match="process 77 on elsewhere, died before it ended the run"):
-        stop.wait(stop._Folder(run), driver, 30)
+        stopping.wait(stopping.Driven(run), driver, 30)
 
 
 def test_ctrl_c_withdraws_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +181,7 @@ def test_ctrl_c_withdraws_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stop, "wait", interrupted)
+    monkeypatch.setattr(stopping, "wait", interrupted)
     with DriverLease(run):
         done = call(run.uri)
         assert run.storage.exists("drivers/000001.stop")

@@ -117,7 +117,8 @@ def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_a_private_ray_beside_another_serves_and_leaves_nothing(drivers: Callable[..., Driver], tmp_path: Path) -> None:
     """Two at the same time both train. Neither starts a dashboard, a monitor, a log monitor or other processes that runs do not
-    need (this checks the patches of local_ray.py). Each ends all its processes, removes its files, prints nothing and keeps its
+    need (this checks the patches of local_ray.py). A third driver uses the first one's by RAY_ADDRESS, as in a Ray job: variables
+    reach its workers, and the cluster outlives it. Each ends all its processes, removes its files, prints nothing and keeps its
     logs."""
     both = [drivers("private", str(tmp_path / name)) for name in "ab"]
     told = [driver.read() for driver in both]
@@ -133,6 +134,18 @@ def test_a_private_ray_beside_another_serves_and_leaves_nothing(drivers: Callabl
         assert all(any(name in line for line in lines) for name in ("gcs_server", "raylet"))
         for unwanted in UNWANTED:
             assert not any(unwanted in line for line in lines), unwanted
+    env = {"RAY_AUTH_TOKEN": told[0]["token"], "RAY_ADDRESS": told[0]["address"]}
+    (tmp_path / "code").mkdir()
+    guest = drivers("attach", "auto", str(tmp_path / "guest"), env=env, cwd=tmp_path / "code")
+    answer = guest.read()
+    assert (answer["private"], answer["address"], answer["cause"]) == (False, told[0]["address"], None)
+    assert answer["value"]["env"]["MKL_NUM_THREADS"] == "1"
+    assert answer["value"]["env"]["OURS"] == "1"
+    guest.end()
+    assert guest.process.returncode == 0
+    both[0].write()
+    assert both[0].read()["cause"] is None
+    for n, driver in enumerate(both):
         out, err = driver.end()
         assert (driver.process.returncode, out, err) == (0, "", "")
         driver.assert_nothing_left()
@@ -145,7 +158,11 @@ def test_a_private_ray_beside_another_serves_and_leaves_nothing(drivers: Callabl
 def test_a_private_ray_dies_with_its_driver(
     drivers: Callable[..., Driver], tmp_path: Path, own_tmp: str, sent: signal.Signals
 ) -> None:
-    """Also workers in the middle of a step. Files that remain after a SIGKILL are removed by the next session."""
+    """Also workers in the middle of a step. Files that remain after a SIGKILL are removed by the next session.
+
+    That one ends with an error: os.environ, stdout, stderr and descriptor 2 are as before. A thread that outlives it (Ray Data
+    leaves one that polls) gets an error from Ray, which alone would start or join a cluster.
+    """
     driver = drivers("private", str(tmp_path / "logs"), env={"TMPDIR": own_tmp})
     temp = Path(driver.read()["temp"])
     workers = tmp_path / "started"
@@ -158,60 +175,48 @@ def test_a_private_ray_dies_with_its_driver(
     driver.assert_nothing_left()
     if sent == signal.SIGTERM:
         assert not temp.exists()
-    else:
-        assert temp.exists()
-        with open_session("local", env={}, log_dir=tmp_path / "next"):
+        return
+    import ray
+
+    assert temp.exists()
+    before = dict(os.environ), sys.stdout, sys.stderr, os.fstat(2).st_ino
+
+    def block() -> None:
+        with open_session("local", env=worker_environment(3), log_dir=tmp_path / "next"):
             assert not temp.exists()
+            assert ray.nodes()
+            os.write(2, b"native words\n")
+            raise KeyError(os.environ["OMP_NUM_THREADS"])
+
+    with pytest.raises(KeyError, match="3"):
+        block()
+    assert (dict(os.environ), sys.stdout, sys.stderr, os.fstat(2).st_ino) == before
+    assert "native words" in (tmp_path / "next" / "driver.log").read_text()
+    with pytest.raises(ray.exceptions.RaySystemError, match="not been started"):
+        ray.nodes()
+    assert not ray.is_initialized()
 
 
-def test_an_actor_that_does_not_end_is_ended(drivers: Callable[..., Driver], tmp_path: Path) -> None:
-    """An actor hangs at exit, as Ray's own shutdown sometimes does. It is killed, and no process remains."""
+def test_ctrl_c_reaches_the_driver_alone_and_an_actor_that_does_not_end_is_ended(
+    drivers: Callable[..., Driver], tmp_path: Path
+) -> None:
+    """SIGINT to the whole process group, as a terminal sends it: only the driver receives it; Ray and the workers continue. An
+    actor hangs at exit, as Ray's own shutdown sometimes does: it is killed, and no process remains."""
     driver = drivers("private", str(tmp_path / "logs"))
     driver.read()
     workers, go = tmp_path / "started", tmp_path / "go"
     workers.mkdir()
     driver.write(end={"*": "file"}, file=str(go), started=str(workers), bystander=str(tmp_path / "bystander"))
-    _wait(lambda: (tmp_path / "bystander").exists())
-    go.touch()
-    assert driver.read()["cause"] is None
-    driver.end()
-    driver.assert_nothing_left()
-
-
-def test_ctrl_c_reaches_the_driver_alone(drivers: Callable[..., Driver], tmp_path: Path) -> None:
-    """SIGINT to the whole process group, as a terminal sends it: only the driver receives it; Ray and the workers continue."""
-    driver = drivers("private", str(tmp_path / "logs"))
-    driver.read()
-    workers, go = tmp_path / "started", tmp_path / "go"
-    workers.mkdir()
-    driver.write(end={"*": "file"}, file=str(go), started=str(workers))
     _wait(lambda: len([p for p in workers.iterdir() if p.read_text()]) == 2)
     os.killpg(driver.process.pid, signal.SIGINT)
     assert driver.read() == {"interrupted": True}
+    _wait(lambda: (tmp_path / "bystander").exists())
     go.touch()
     answer = driver.read()
     assert answer["cause"] is None
     assert answer["value"]["pid"] == int((workers / "0").read_text())
     driver.end()
-
-
-def test_attaching_to_a_running_cluster(drivers: Callable[..., Driver], tmp_path: Path) -> None:
-    """RAY_ADDRESS is used, as in a Ray job; the cluster outlives the driver; variables reach its workers."""
-    cluster = drivers("private", str(tmp_path / "cluster"))
-    told = cluster.read()
-    env = {"RAY_AUTH_TOKEN": told["token"], "RAY_ADDRESS": told["address"]}
-    (tmp_path / "code").mkdir()
-    guest = drivers("attach", "auto", str(tmp_path / "guest"), env=env, cwd=tmp_path / "code")
-    answer = guest.read()
-    assert (answer["private"], answer["address"], answer["cause"]) == (False, told["address"], None)
-    assert answer["value"]["env"]["MKL_NUM_THREADS"] == "1"
-    assert answer["value"]["env"]["OURS"] == "1"
-    guest.end()
-    assert guest.process.returncode == 0
-    cluster.write()
-    assert cluster.read()["cause"] is None
-    cluster.end()
-    cluster.assert_nothing_left()
+    driver.assert_nothing_left()
 
 
 @pytest.mark.parametrize("what", ["nothing", "mute", "http", "no address"])
@@ -247,33 +252,6 @@ def test_auto_without_a_cluster_says_how_to_get_one(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(services, "find_gcs_addresses", set)
     with pytest.raises(UserError, match="no Ray cluster"), open_session("auto", env={}, log_dir=tmp_path):
         pass
-
-
-def test_the_environment_and_the_streams_are_put_back(tmp_path: Path) -> None:
-    """After the block, also after an error in it, os.environ, stdout, stderr and descriptor 2 are as before."""
-    before = dict(os.environ), sys.stdout, sys.stderr, os.fstat(2).st_ino
-
-    def block() -> None:
-        with open_session("local", env=worker_environment(3), log_dir=tmp_path):
-            os.write(2, b"native words\n")
-            raise KeyError(os.environ["OMP_NUM_THREADS"])
-
-    with pytest.raises(KeyError, match="3"):
-        block()
-    assert (dict(os.environ), sys.stdout, sys.stderr, os.fstat(2).st_ino) == before
-    assert "native words" in (tmp_path / "driver.log").read_text()
-
-
-def test_who_asks_ray_after_the_session_starts_none(tmp_path: Path) -> None:
-    """A thread that outlives the session (Ray Data leaves one that polls) gets an error. Ray alone would start or join a
-    cluster."""
-    import ray
-
-    with open_session("local", env={}, log_dir=tmp_path):
-        assert ray.nodes()
-    with pytest.raises(ray.exceptions.RaySystemError, match="not been started"):
-        ray.nodes()
-    assert not ray.is_initialized()
 
 
 def _wait(until: Callable[[], bool], seconds: float = 60) -> None:

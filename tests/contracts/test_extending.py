@@ -16,6 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from torch import nn
 from typer.testing import CliRunner
 
 from raydist import registry
@@ -31,8 +32,11 @@ from raydist.planner.estimate import planned
 from raydist.run.directory import RunDir
 from raydist.spec import load, parse
 from raydist.spec.load import read_yaml
+from raydist.spec.running import HookSpec
 from raydist.spec.sweep import load_sweep
 from raydist.worker.distributed import Rank
+from raydist.worker.hooks import BaseHook, HookFacts
+from raydist.worker.run_hooks import RunHooks
 from tests.contracts import (
     test_compressors,
     test_exchanges,
@@ -290,6 +294,18 @@ def test_the_exporter_keeps_its_contract(tmp_path: Path) -> None:
         "losses.csv"
     )
     assert path.read_text().splitlines()[:2] == ["3,nan", "4,0.25"]
+
+
+def test_the_hook_keeps_its_contract(tmp_path: Path) -> None:
+    """It has the contract's methods, and notes the evaluation that it waits for."""
+    kind = registry.load("hook", named("hook"))
+    assert issubclass(kind, BaseHook)
+    facts = HookFacts(RunDir(tmp_path / "run"), job("ddp"), {"below": 2.0}, 0, 1, 1, 0, nn.Linear(1, 1))
+    hooks = RunHooks([HookSpec(name=named("hook"), options={"below": 2.0})], lambda options: facts, True, print)
+    hooks.call("on_eval", 3, 2.5)
+    assert not facts.run.storage.exists("reached.txt")
+    hooks.call("on_eval", 6, 1.5)
+    assert facts.run.storage.read("reached.txt") == b"loss 1.5000 at step 6\n"
 
 
 def test_the_rule_keeps_its_contract() -> None:

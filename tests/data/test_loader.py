@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raydist.data.batches import MASKED, RESTARTS, Batches, Cursor, Loader, Stall, StepBatch, equal_parts, samples_hash
+from raydist.data.batches import MASKED, Batches, Cursor, StepBatch, equal_parts, samples_hash
 from raydist.data.dataset import TokenDataset, Windows
+from raydist.data.loader import RESTARTS, Loader, Stall
 from raydist.data.order import IntArray
 from raydist.errors import DataError
 

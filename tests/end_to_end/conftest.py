@@ -185,7 +185,7 @@ def nothing_left(ranks: Any) -> Iterator[None]:
         if all(any(mark in name for mark in OF_THE_WARM_RAY) for name in alive) and Warm.living:
             break
         assert time.monotonic() < deadline, alive
-        time.sleep(0.05)  # they exit by themselves
+        time.sleep(0.2)  # they exit by themselves
     prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 

@@ -17,7 +17,6 @@ from tests.end_to_end.driver import WarmCommand
 
 BASE = {
     "extends": "job.yaml",
-    "model": {"name": "cells:sound"},
     "cluster": {"workers": 1},
     "eval": {"every": 4, "batches": 1},
     "checkpoint": {"every": 4},
@@ -31,12 +30,14 @@ class Sweeps:
     def __init__(self, project: Project) -> None:
         self.project = project
 
-    def write(self, name: str, cells: list[dict[str, Any]], concurrent: int, **sections: Any) -> None:
+    def write(
+        self, name: str, cells: list[dict[str, Any]], concurrent: int, model: str = "cells:sound", **sections: Any
+    ) -> None:
         """Writes NAME.yaml with these cells, or with parameters of another `array`, and creates the folder for its processes'
         files."""
         marks = self.marks(name)
         marks.mkdir(parents=True)
-        base = {**BASE, "model": {**BASE["model"], "options": {"marks": str(marks)}}}
+        base = {**BASE, "model": {"name": model, "options": {"marks": str(marks)}}}
         (self.project.root / f"{name}-base.yaml").write_text(yaml.safe_dump(base))
         array = {"type": "list", "parameters": cells, "concurrent": concurrent, **sections.pop("array", {})}
         told = {"base": f"{name}-base.yaml", "array": array, **sections}
@@ -89,4 +90,4 @@ def until(process: subprocess.Popen[str] | WarmCommand, true: Any) -> None:
     while not true():
         if process.poll() is not None:
             raise AssertionError(f"exit code {process.returncode}\n{process.communicate()[1]}")
-        time.sleep(0.05)
+        time.sleep(0.2)

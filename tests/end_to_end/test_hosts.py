@@ -70,7 +70,7 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed
 
     while not kept():
         assert process.poll() is None, (project.root / "lost.log").read_text()
-        time.sleep(0.2)  # ranks and MemoryCheckpoints of the hosts do it
+        time.sleep(0.5)  # ranks and MemoryCheckpoints of the hosts do it
     ray_hosts.kill_node(second)
     (project.root / "marks" / "lost" / "go").touch()
     ray_hosts.wait_until(lambda: not ray_hosts.nodes()[nodes["host1"]][1])

@@ -1,6 +1,6 @@
 """Restarts from checkpoints in the nodes' memory, with the whole command.
 
-Over a minute: four runs, one of them with a Ray of its own.
+Over a minute: three runs, one of them with a Ray of its own.
 """
 
 from __future__ import annotations
@@ -30,31 +30,14 @@ def until_copied(process: Any) -> Path:
         with contextlib.suppress(psutil.Error):
             bound = [str(c.laddr) for c in psutil.Process(process.pid).net_connections("unix")]
             found = [Path(path).parent for path in bound if path.startswith(f"{SHM}/raydist-")]
-        time.sleep(0.02)  # a rank creates it
+        time.sleep(0.2)  # a rank creates it; each look at the connections takes milliseconds
     return found[0]
 
 
-def test_killed_ranks_go_on_from_memory(project: Any, undisturbed: dict[str, Any]) -> None:
-    """SIGKILL of rank 0 in step 6, where the ranks wait until there is a copy, then of rank 1, without a checkpoint on storage:
-    the steps since the newest copy are trained again, with the same bits and one row a step."""
-    options = project.options("memory-killed", [[0, "step", 11], [1, "step", 13]], hold=11)
-    process = project.warm_start("train", "job.yaml", "--name", "memory-killed", *PLAIN, *options)
-    folder = until_copied(process)
-    (project.root / "marks" / "memory-killed" / "go").touch()
-    _, told = process.communicate(timeout=240)
-    assert process.returncode == 0, told
-    resumed = project.events("memory-killed", "resumed")
-    assert [e["source"] for e in resumed] == ["memory", "memory"]
-    assert resumed[0]["step"] in (2, 4)
-    assert resumed[1]["step"] >= resumed[0]["step"]
-    assert exact(project.steps("memory-killed")) == exact(undisturbed["rows"])
-    assert project.weights("memory-killed", 12) == undisturbed["weights"]
-    assert not folder.exists()
-
-
-def test_killed_ranks_of_a_mesh_go_on_from_memory(project: Any) -> None:
-    """dp 2 x tensor 2 under zero1, four workers: SIGKILL of rank 3, then of rank 0, without a checkpoint on storage. The same bits
-    as an undisturbed run on that mesh."""
+def test_killed_ranks_go_on_from_memory(project: Any) -> None:
+    """dp 2 x tensor 2 under zero1, four workers: SIGKILL of rank 3 in step 6, where the ranks wait until there is a copy, then of
+    rank 0, without a checkpoint on storage: the steps since the newest copy are trained again, with the bits of an undisturbed run
+    on that mesh, and one row a step."""
     mesh = ("--set", "cluster.workers=4", "--set", "parallel.tensor=2", "--set", "parallel.strategy=zero1")
     project.train("mesh", *mesh)
     options = project.options("mesh-killed", [[3, "step", 11], [0, "step", 13]], hold=11)
@@ -63,7 +46,10 @@ def test_killed_ranks_of_a_mesh_go_on_from_memory(project: Any) -> None:
     (project.root / "marks" / "mesh-killed" / "go").touch()
     _, told = process.communicate(timeout=300)
     assert process.returncode == 0, told
-    assert [e["source"] for e in project.events("mesh-killed", "resumed")] == ["memory"] * 2
+    resumed = project.events("mesh-killed", "resumed")
+    assert [e["source"] for e in resumed] == ["memory"] * 2
+    assert resumed[0]["step"] in (2, 4)
+    assert resumed[1]["step"] >= resumed[0]["step"]
     assert [e["rank"] for e in project.events("mesh-killed", "failure")] == [3, 0]
     assert exact(project.steps("mesh-killed")) == exact(project.steps("mesh"))
     assert project.weights("mesh-killed", 12) == project.weights("mesh", 12)

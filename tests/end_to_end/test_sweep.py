@@ -1,7 +1,7 @@
 """`raydist sweep` with real cells: reused workers, a killed rank, a bug, schedulers that stop a cell, limits, and a killed
 driver.
 
-Over a minute: 18 commands; four are processes of their own, whose driver is killed or whose Ray has GPUs.
+Over a minute: 15 commands; three are processes of their own, whose driver is killed or whose Ray has GPUs.
 """
 
 from __future__ import annotations
@@ -114,22 +114,26 @@ def test_a_scheduler_stops_a_cell(sweeps: Sweeps) -> None:
     assert (len(below), len(set(below))) == (3, 1), "one worker has trained all three"
 
 
-def test_killed_and_started_again(sweeps: Sweeps) -> None:
-    """SIGKILL of the driver: the cell in training is lost; the same command leaves the finished cell as it is, and resumes the
-    lost one from its checkpoint; two interrupts end the sweep at once, with exit code 130; the losses are those of an undisturbed
-    cell."""
-    cells = [
-        {"model.name": "cells:sound", "learning_rate": 3e-3},
-        {"model.name": "cells:waiting", "learning_rate": 3e-3},
-    ]
-    sweeps.write("again", cells, 1)
+def test_killed_and_started_again(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """optuna chooses four points. SIGKILL of the driver while the second trains: it is lost, and the same command leaves the
+    finished first as it is, and resumes the lost one from its checkpoint; two interrupts end the sweep at once, with exit code 130.
+    The next command finishes it, and chooses two more. SIGKILL of the sampler while the third trains: the fourth point is the same
+    as without the kill. The four are in the results; `sweep best` prints a job that can be trained; a further command changes
+    nothing. The same bits: tests/end_to_end/test_nodes.py."""
+    ranges = [{"learning_rate": {"log_uniform": [1e-4, 1e-1]}}]
+    search = {"array": {"type": "random", "samples": 4}, "search": "optuna"}
+    sweeps.write("again", ranges, 1, model="cells:later", **search)
     marks = sweeps.marks("again")
+
+    def processes() -> int:
+        return len(list(marks.glob("later-*")))
+
     process = sweeps.start("again")
-    until(process, lambda: sweeps.folder("again").exists())
+    until(process, lambda: sweeps.folder("again").exists() and len(sweeps.cells("again")) == 2)
     first, second = sweeps.cells("again")
     run = sweeps.folder("again").run(second)
     until(process, lambda: run.committed() == [4])
-    assert len(list(marks.glob("waiting-*"))) == 1
+    assert processes() == 2
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     psutil.wait_procs(children, timeout=120)
@@ -139,7 +143,7 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
     assert told["counts"] == {"finished": 1, "lost": 1}
 
     second_try = sweeps.warm_start("again")
-    until(second_try, lambda: len(list(marks.glob("waiting-*"))) == 2)
+    until(second_try, lambda: processes() == 3)
     second_try.send_signal(signal.SIGINT)
     while "stopping" not in second_try.stderr.readline():
         assert second_try.poll() is None
@@ -149,58 +153,32 @@ def test_killed_and_started_again(sweeps: Sweeps) -> None:
     assert fold(sweeps.folder("again").events())[second].status == "paused"
     (marks / "go").touch()
 
-    sweeps.run("again")
-    states = fold(sweeps.folder("again").events())
-    assert [states[cell].status for cell in (first, second)] == ["finished", "finished"]
-    assert tree(sweeps, "again", first) == before
-    assert len(sweeps.events("again", first, "started")) == 1
-    assert sweeps.losses("again", second) == sweeps.losses("again", first)
-    resumed = [json.loads(line) for line in (run.storage.local / "events.jsonl").read_text().splitlines()]  # type: ignore[operator]
-    assert next(e["step"] for e in resumed if e["kind"] == "resumed") == 4
-    before = tree(sweeps, "again", second)
-    sweeps.run("again")
-    assert tree(sweeps, "again", second) == before
-
-
-def test_a_search_that_is_killed(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """optuna chooses four points. SIGKILL of the driver while the second trains: the same command leaves the first as it is,
-    resumes the second, and chooses two more. SIGKILL of the sampler while the third trains: the fourth point is the same as
-    without the kill. The four are in the results; `sweep best` prints a job that can be trained."""
-    ranges = [{"learning_rate": {"log_uniform": [1e-4, 1e-1]}}]
-    sweeps.write("search", ranges, 1, array={"type": "random", "samples": 4}, search="optuna")
-    process = sweeps.start("search")
-    until(process, lambda: sweeps.folder("search").exists() and len(sweeps.cells("search")) == 2)
-    children = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, signal.SIGKILL)
-    psutil.wait_procs(children, timeout=120)
-    process.communicate(timeout=300)
-    first, second = sweeps.cells("search")
-    before = tree(sweeps, "search", first)
-
-    again = sweeps.warm_start("search", "--json")
-    until(again, lambda: len(sweeps.cells("search")) == 3)
+    again = sweeps.warm_start("again", "--json")
+    until(again, lambda: len(sweeps.cells("again")) == 3)
     children = psutil.Process(again.pid).children(recursive=True)
     (sampler,) = [child for child in children if "ray::Sampler" in command_line(child)]
     sampler.kill()
     out, err = again.communicate(timeout=240)
     assert again.returncode == 0, err
     told = json.loads(out)
-    cells = sweeps.cells("search")
+    cells = sweeps.cells("again")
     assert cells[:2] == [first, second]
     monkeypatch.syspath_prepend(sweeps.project.root)  # the folder of the user's own model
-    assert expected(sweeps, "search") == [note.parameters for note in sweeps.folder("search").cells()]
+    assert expected(sweeps, "again") == [note.parameters for note in sweeps.folder("again").cells()]
     assert len(set(cells)) == 4
-    assert tree(sweeps, "search", first) == before
-    assert len(sweeps.events("search", first, "started")) == 1
+    assert tree(sweeps, "again", first) == before
+    assert len(sweeps.events("again", first, "started")) == 1
+    assert sweeps.run_events("again", second, "resumed")[0]["step"] == 4
     assert told["counts"] == {"finished": 4}
     assert sorted(row["cells"][0] for row in told["points"]) == sorted(cells)
-    losses = {cell: sweeps.losses("search", cell) for cell in cells}
+    losses = {cell: sweeps.losses("again", cell) for cell in cells}
     assert all(len(steps) == 12 for steps in losses.values())
     assert len({row["parameters"]["optim.lr"] for row in told["points"]}) == 4
-    done = sweeps.project.warm("sweep", "best", "search")
+    done = sweeps.project.warm("sweep", "best", "again")
     assert yaml.safe_load(done.stdout)["optim"]["lr"] == told["points"][told["best"]]["parameters"]["optim.lr"]
-    sweeps.run("search")
-    assert sweeps.cells("search") == cells
+    before = tree(sweeps, "again", second)
+    sweeps.run("again")
+    assert (sweeps.cells("again"), tree(sweeps, "again", second)) == (cells, before)
 
 
 def expected(sweeps: Sweeps, name: str) -> list[Any]:

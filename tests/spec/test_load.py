@@ -100,6 +100,41 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
         ("optim.schedule.warmup=1.5", "1.5 is neither a fraction below 1 nor a whole number of steps"),
         ("optim.schedule.warmup=300", "300.0 is longer than the run of 200 steps"),
         ("cluster.workers=64", "64 is more than the 32 sequences of a global batch"),
+        ("train.virtual_ranks=5", "train.virtual_ranks: 5 does not divide train.global_batch: 32; try 2 or 4 or 8"),
+        (
+            "train.virtual_ranks=8",
+            "micro_batch: 8 does not divide the 4 sequences of each of train.virtual_ranks: 8; try 1 or 2 or 4",
+        ),
+        (
+            "train.virtual_ranks=4 & cluster.workers=[1,8]",
+            "train.virtual_ranks: 4 is fewer than the 8 workers that the run may have (cluster.workers)",
+        ),
+        (
+            "train.virtual_ranks=4 & parallel={pipeline: 2} & cluster.workers=4",
+            "train.virtual_ranks: 4 does not go with parallel.pipeline: 2: sums over these ranks have no fixed order",
+        ),
+        (
+            "train.virtual_ranks=4 & parallel={tensor: 4} & cluster.workers=4",
+            "parallel.tensor: 4 does not go with train.virtual_ranks: more than two terms",
+        ),
+        (
+            "train.virtual_ranks=4 & parallel.strategy=collections:Counter",
+            "parallel.strategy: 'collections:Counter' does not sum in the order that train.virtual_ranks needs; take ddp or",
+        ),
+        (
+            "train.virtual_ranks=4 & parallel.strategy=zero2 & optim.name=collections:Counter",
+            "optim.name: 'collections:Counter' is not known to update parts of a parameter with the same bits",
+        ),
+        (
+            "train.virtual_ranks=4 & train.compile=blocks",
+            "train.compile: 'blocks' does not go with train.virtual_ranks",
+        ),
+        ("train.virtual_ranks=4 & comm.compress=int8", "comm.compress: 'int8' does not go with train.virtual_ranks"),
+        (
+            "train.virtual_ranks=4 & precision.reduce=bf16",
+            "precision.reduce: 'bf16' does not go with train.virtual_ranks",
+        ),
+        ("train.virtual_ranks=4 & optim.fused=false", "optim.fused: False does not go with train.virtual_ranks"),
         (
             "data.batching={max_tokens: 64, min: 9, max: 8}",
             "data.batching.min: 9 is above max: 8; set min to at most max",

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raydist import registry
 from raydist.data.prepare import prepare
@@ -52,7 +54,7 @@ def spec(
     """A job with dropout, accumulation, a schedule, evaluation, and a checkpoint at every third step."""
     return JobSpec.model_validate(
         {
-            "data": {"path": dataset},
+            "data": {"path": dataset, **more.pop("data", {})},
             "model": {"layers": 2, "width": 16, "heads": 2, "context": 8, "dropout": 0.1, **model},
             "train": {"steps": STEPS, "global_batch": 8, "micro_batch": 2, "seed": 3, **more.pop("train", {})},
             "optim": {"lr": 1e-2, "schedule": {"name": "cosine", "warmup": 0.1}},
@@ -237,6 +239,44 @@ def test_another_world_size_trains_the_same_samples(
     assert [r["world_size"] for r in rows] == [2] * 6 + [world] * 6
     for row, same in zip(rows, expected, strict=True):
         assert row["loss"] == pytest.approx(same["loss"], rel=1e-4)
+
+
+PARTS = {"train": {"virtual_ranks": 4, "micro_batch": 1}, "data": {"pack": True}}
+SIZES = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=2, max_size=4)
+"""Stretches of a run: on so many ranks, for so many steps; the last one goes on to the end."""
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks: Any, dataset: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of four virtual ranks on one, undisturbed: with experts whose biases move, dropout, packed documents and evaluation."""
+    run = Run(ranks, dataset, tmp_path_factory.mktemp("one"), "ddp", EXPERTS, PARTS)
+    assert run.train(1) == "finished"
+    return run
+
+
+@pytest.mark.parametrize("strategy", registry.names("parallel"))
+def test_virtual_ranks_have_the_same_bits_on_any_number_of_ranks(
+    ranks: Any, dataset: str, tmp_path_factory: pytest.TempPathFactory, one_rank: Run, strategy: str
+) -> None:
+    """On random numbers of ranks, from checkpoint to checkpoint, and through a kill: the losses, norms, evaluations, weights and
+    optimizer state of an undisturbed run on one rank, to the bit. Expert biases are among them."""
+
+    @settings(max_examples=2, derandomize=True)
+    @given(SIZES)
+    def check(sizes: list[tuple[int, int]]) -> None:
+        root = tmp_path_factory.mktemp(strategy)
+        changing = Run(ranks, dataset, root, strategy, EXPERTS, PARTS)
+        at = 0
+        for world, steps in sizes[:-1]:
+            at = min(at + steps, STEPS - 2)
+            assert changing.train(world, until=at) in ("paused", "finished")
+        killed = max(2, sizes[-1][0])
+        changing.die([Kill(rank=1, step=STEPS - 1, phase="update").model_dump(mode="json")], guilty=1, world=killed)
+        assert changing.train(sizes[-1][0]) == "finished"
+        assert {row["world_size"] for row in changing.rows()} <= {1, 2, 3, 4}
+        assert_same(changing, one_rank)
+
+    check()
 
 
 @pytest.mark.parametrize(

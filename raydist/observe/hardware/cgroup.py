@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from raydist.cgroups import cgroup, memory_cgroup
+
 
 class _Kind(NamedTuple):
     """A version's files, and the entries of its memory.stat that the kernel reclaims before it kills a process."""
@@ -31,16 +33,12 @@ class MemoryGroup:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._levels: list[Path] = []
-        found = _find(root, "memory")
+        found = memory_cgroup(root=root)
         if found is not None:
-            version, mount, innermost = found
-            self._kind = _V1 if version == 1 else _V2
-            while True:
-                if (innermost / self._kind.limit).exists():
-                    self._levels.append(innermost)
-                if innermost == mount:
-                    break
-                innermost = innermost.parent
+            self._kind = _V1 if found.version == 1 else _V2
+            inside = found.inside or Path()
+            levels = [found.mount / level for level in (inside, *inside.parents)]
+            self._levels = [level for level in levels if (level / self._kind.limit).exists()]
 
     def read(self) -> tuple[int, int] | None:
         """(bytes in use that cannot be reclaimed, limit) of the group with the lowest limit; None if there is no limit."""
@@ -81,13 +79,12 @@ class CpuGroups:
         return max(held, default=None)
 
     def _found(self, pid: int) -> list[Path]:
-        found = _find(self._root, "cpu", str(pid))
+        found = cgroup("cpu", pid, self._root)
         if found is None:
             return []
-        _, mount, innermost = found
-        levels = [innermost, *innermost.parents]
-        inside = [level for level in levels if level.is_relative_to(mount)]
-        return [level / "cpu.stat" for level in inside if (level / "cpu.stat").exists()]
+        inside = found.inside or Path()
+        files = [found.mount / level / "cpu.stat" for level in (inside, *inside.parents)]
+        return [file for file in files if file.exists()]
 
 
 def _throttled(stat: Path) -> float | None:
@@ -98,29 +95,3 @@ def _throttled(stat: Path) -> float | None:
         return None
     nanoseconds, microseconds = values.get("throttled_time"), values.get("throttled_usec")  # version 1, version 2
     return int(nanoseconds) / 1e9 if nanoseconds is not None else int(microseconds) / 1e6 if microseconds else None
-
-
-def _find(root: Path, controller: str, pid: str = "self") -> tuple[int, Path, Path] | None:
-    """The version that has the controller, its mount point, and the process's group below it."""
-    own = root / f"proc/{pid}/cgroup"
-    if not own.exists():
-        return None  # a kernel without control groups
-    groups: dict[str, str] = {}
-    for line in own.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        groups.update(dict.fromkeys(controllers.split(","), path))
-    for line in (root / "proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        top, place = left.split()[3:5]
-        system, _, options = right.split()[:3]
-        if system == "cgroup" and controller in options.split(",") and controller in groups:
-            version, path = 1, groups[controller]
-        elif system == "cgroup2" and controller not in groups and "" in groups:
-            version, path = 2, groups[""]
-        else:
-            continue
-        mount = root / place.lstrip("/")
-        # A container without a cgroup namespace sees the host's path, but only its own part is mounted.
-        inside = Path(path).relative_to(top) if Path(path).is_relative_to(top) else Path()
-        return version, mount, mount / inside
-    return None

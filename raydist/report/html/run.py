@@ -69,6 +69,13 @@ def render(report: Report) -> bytes:
     return redact(content.decode()).encode()
 
 
+def overview(report: Report) -> bytes:
+    """A short page, in UTF-8: the figures and the curves. Secrets are removed."""
+    facts = report.facts
+    content = page(facts["run"], cards(_cards(facts)), curves.charts(report))
+    return redact(content.decode()).encode()
+
+
 def _date(at: float) -> str:
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -27,6 +27,9 @@ from raydist.run.sweep_directory import RESULTS, CellNote, SweepDir
 from raydist.run.sweep_state import CellState, fold
 from raydist.spec import JobSpec, parse
 from raydist.spec.sweep import SweepSpec, read_stored
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 STATUSES = ("running", "lost", "waiting", "paused", "failed", "stopped", "finished")
 """A point has the first of these that one of its cells has."""
@@ -216,15 +219,22 @@ def best_job(folder: SweepDir, summary: dict[str, Any]) -> tuple[JobSpec, list[s
 
 
 def write_parquet(folder: SweepDir, summary: dict[str, Any]) -> None:
-    """Writes results.parquet: one row per point, one column per parameter; mixed values as JSON. Raises StorageError."""
+    """Writes results.parquet: `table`. Raises StorageError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     sink = pa.BufferOutputStream()
+    pq.write_table(table(summary), sink)
+    folder.storage.write(RESULTS, sink.getvalue().to_pybytes())
+
+
+def table(summary: dict[str, Any]) -> pa.Table:
+    """One row per point, one column per parameter; mixed values as JSON."""
+    import pyarrow as pa
+
     flat = flatten(summary)
     columns = {name: [row[name] for row in flat] for name in (flat[0] if flat else ())}
-    pq.write_table(pa.table({name: _column(values) for name, values in columns.items()}), sink)
-    folder.storage.write(RESULTS, sink.getvalue().to_pybytes())
+    return pa.table({name: _column(values) for name, values in columns.items()})
 
 
 def flatten(summary: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from raydist import __version__
 from raydist.checkpoint import manifest, retention
 from raydist.checkpoint.coverage import sentence, uncovered
 from raydist.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from raydist.errors import CheckpointError, Fenced, StorageError
 from raydist.run.directory import ATTEMPTS, RunDir, fenced, manifest_name
+from raydist.worker import numerics
 
 Say = Callable[..., None]
 
@@ -71,7 +70,7 @@ class Committer:
             tensors=tensors,
             plain=plain,
             numbers=self._facts.numbers,
-            versions={"raydist": __version__, "torch": torch.__version__},
+            versions={"raydist": __version__, **numerics.own()},
             eval_loss=eval_loss,
             mesh=dict(self._facts.mesh),
         )

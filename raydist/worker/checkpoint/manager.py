@@ -10,7 +10,8 @@ Runs in: each train worker. Torch, never ray.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import RunDir, resume_attempt, step_folder
 from raydist.spec import spec_hash
-from raydist.worker import base_weights
+from raydist.worker import base_weights, numerics
 from raydist.worker.attempt import Job
 from raydist.worker.base_weights import BASE
 from raydist.worker.checkpoint import memory_manager as memory_stores
@@ -98,6 +99,7 @@ class CheckpointManager:
         self._precision, self._bad_steps, self._noise = precision, bad_steps, noise
         self._parameters, self._mesh, self._base = parameters, mesh or Mesh(rank), base
         self._saving = False
+        self._committed: deque[int] = deque()
 
     def register(self, name: str, state: ExtraState) -> None:
         """Saves and restores this state too: see extra_state.py. Before `resume`. No collective."""
@@ -127,6 +129,9 @@ class CheckpointManager:
         if manifest is None:
             return False
         numbers.check(run.name, manifest, self._numbers, self._total, job.allow_spec_change)
+        if self._reporter and self._spec.train.virtual_ranks is not None:
+            for line in numerics.changed(manifest.versions):
+                self._reporter.say("note", text=line)
         base_weights.check(manifest.plain.get(BASE), self._base)
         tensors, rank_tensors, _ = self._state.capture()
         loaded = restore.load(
@@ -272,6 +277,11 @@ class CheckpointManager:
         assert self._memory_store is not None
         self._memory_store.start(self._progress.step, *self._capture())
 
+    def committed(self) -> Iterator[int]:
+        """The steps whose checkpoints were committed since the last call, on rank 0. No collective."""
+        while self._committed:
+            yield self._committed.popleft()
+
     def finish(self) -> None:
         """Returns once the last save is committed and copied. Raises SavesFailed after checkpoint.max_failures in a row."""
         while self._saving and not self._saver.wait():
@@ -312,4 +322,5 @@ class CheckpointManager:
         if self._reporter and self._replicas:
             self._reporter.event(event)
             if event.kind == "checkpoint_saved":
+                self._committed.append(int(event.data["step"]))
                 self._replicas.committed()

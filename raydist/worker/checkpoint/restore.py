@@ -34,7 +34,7 @@ from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import Lineage, RunDir, manifest_name
 from raydist.worker.checkpoint.agreement import RankFailure, first_failure, none_failed
-from raydist.worker.checkpoint.dcp_storage import ShardReader, TensorPlanner
+from raydist.worker.checkpoint.dcp_reader import ShardReader, TensorPlanner
 from raydist.worker.checkpoint.extra_state import EXTRA, owner, tensor_name
 from raydist.worker.checkpoint.save_plan import rank_name
 from raydist.worker.comm.json_gather import gather_json

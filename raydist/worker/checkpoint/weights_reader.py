@@ -20,7 +20,7 @@ from raydist.errors import CheckpointNotFound
 from raydist.run.directory import RunDir
 from raydist.spec.huggingface import Piece
 from raydist.worker.checkpoint import restore
-from raydist.worker.checkpoint.dcp_storage import read_all
+from raydist.worker.checkpoint.dcp_reader import read_all
 
 READ_BYTES = 64 << 20
 """Of a tensor at a time."""

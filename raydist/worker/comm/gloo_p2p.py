@@ -84,6 +84,15 @@ def all_gather(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work:
     return _Exchange("all_gather", whole, group, lambda: _exchange(rows, [own] * len(rows), group))
 
 
+def all_gather_rows(whole: Tensor, rows: Sequence[Tensor], group: ProcessGroup) -> Work:
+    """All ranks' row into `rows`, views of `whole` that may differ in length; this rank's is there."""
+    own = rows[group.rank()]
+    if not direct(group):
+        work: Work = dist.all_gather(list(rows), own, group=group, async_op=True)
+        return work
+    return _Exchange("all_gather", whole, group, lambda: _exchange(rows, [own] * len(rows), group))
+
+
 def all_to_all(
     came: Tensor,
     sent: Tensor,

@@ -19,6 +19,10 @@ A strategy may also have
                                                    # the input elements of one rank, and their names in `raydist trace`
     reducers() -> list[Reducer]                    # after `wrap`: what sends its gradients as `comm.compress` says
                                                    # (worker/comm/compression), with `compresses=True` in its PLAN
+    parts: Parts | None                            # set before `wrap`: gradients of parts of the global batch are summed along
+                                                   # their tree (worker/parts.py), with `parts=True` in its PLAN
+    reduces_together() -> int                      # then: ranks of the data axis that reduce each part's gradient together, 1 where
+                                                   # each rank adds up whole gradients first
 
 At the top level of the file, without torch (raydist/registry.py, `described`), there may be `PLAN: StrategyPlan`
 (raydist/extension_plans.py) for `raydist plan`; `Options`, a pydantic model of `parallel.options`; `check_spec(spec: JobSpec)`,
@@ -44,12 +48,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
 from raydist.worker.mesh import Mesh
+from raydist.worker.parts import Parts
 
 
 class Example(Protocol):
@@ -83,13 +89,18 @@ class Work(Protocol):
 
 def in_turn(strategy: ParallelStrategy, micro_batches: Sequence[MicroBatch], work: Work) -> None:
     """The passes of a strategy without `passes`: one micro-batch after another, each forward and backward."""
+    parts: Parts | None = getattr(strategy, "parts", None)
     if not work.trains:
         module = getattr(strategy.module, "module", strategy.module)  # DDP's wrapper would synchronize buffers
         for index, batch in enumerate(micro_batches):
+            if parts is not None:
+                parts.enter(index, len(micro_batches))
             with work.around(index):
                 work.forward(module, index, batch)
         return
     for index, batch in enumerate(micro_batches):
+        if parts is not None:
+            parts.enter(index, len(micro_batches))
         with work.around(index), strategy.accumulate(last=index == len(micro_batches) - 1):
             work.backward(index, work.forward(strategy.module, index, batch))
 
@@ -118,6 +129,25 @@ class ParamShard:
     def shape(self) -> torch.Size:
         """The shape of the whole parameter."""
         return self.local.shape if self.like is None else self.like.shape
+
+    @property
+    def first_row(self) -> int:
+        """Which row of the whole parameter is the first of `local`."""
+        if self.like is None:
+            return 0
+        _, offsets = compute_local_shape_and_global_offset(self.like.shape, self.like.device_mesh, self.like.placements)
+        return offsets[0]
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """(which, of how many): the part of each row that this rank has, of layers that are split along another dimension."""
+        if self.like is not None:
+            devices = self.like.device_mesh
+            coordinate = devices.get_coordinate()
+            for axis, placement in enumerate(self.like.placements):
+                if isinstance(placement, Shard) and placement.dim > 0 and coordinate is not None:
+                    return coordinate[axis], devices.size(axis)
+        return 0, 1
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor of a tensor like `local` (a moment of the optimizer), with its place in the whole. No copy, no collective."""

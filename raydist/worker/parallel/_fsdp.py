@@ -26,7 +26,10 @@ from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.parallel._fsdp_compression import CompressedCopies, CompressedReduceScatter, units
+from raydist.worker.parallel._fsdp_parts import PartCopies, PartReduceScatter
 from raydist.worker.parallel._model_graph import blocks_of, check_graph, initialise, refuse_scalars, tied_across, weakly
+from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
+from raydist.worker.parts import Parts, WholeSums
 from raydist.worker.precision import DTYPES
 
 
@@ -34,14 +37,19 @@ class FullyShardedStrategy(ABC):
     """See `ParallelStrategy`. Each strategy's file defines `mesh`, the ranks to split over."""
 
     module: nn.Module
+    parts: Parts | None = None
     on_final: Callable[[Sequence[torch.Tensor]], None] | None = None
 
     def __init__(self, spec: JobSpec, mesh: Mesh) -> None:
         self._spec, self._mesh, self._rank = spec, mesh, mesh.rank
-        self.loss_factor = float(mesh.data_size)  # FSDP's reduction averages
+        # FSDP's reduction averages; a sum along a tree does not.
+        self.loss_factor = float(mesh.data_size) if spec.train.virtual_ranks is None else 1.0
         self.takes_meta = mesh.data_size > 1
         self._reducer: Reducer | None = None
         self._copies: list[CompressedCopies] = []
+        self._scatters: list[PartReduceScatter] = []
+        self._between = False
+        """Whether FSDP2 is told of one copy only, and the sum over the copies follows in a hook."""
 
     @abstractmethod
     def devices(self) -> DeviceMesh:
@@ -73,8 +81,10 @@ class FullyShardedStrategy(ABC):
             b.copy_(buffers[name])
         named = dict(model.named_parameters())
         self._parameters = {n: named[n] for n in names}
-        self._shards = {n: _shard(p, self._devices if self._copies else None) for n, p in self._parameters.items()}
+        self._shards = {n: _shard(p, self._devices if self._between else None) for n, p in self._parameters.items()}
         self._last = True
+        alone = self.parts is not None and self._mesh.data_size == 1
+        self._whole = WholeSums(self.parts, [*self._parameters.values()]) if alone and self.parts is not None else None
         offload = self._spec.offload
         if offload.optimizer != "none" and offload.parameters == "none":
             # FSDP calls the hook with the reduced gradient; with parameters in host memory it would wait for the copy first.
@@ -90,16 +100,17 @@ class FullyShardedStrategy(ABC):
         offload = CPUOffloadPolicy(pin_memory=on_cuda) if self._spec.offload.parameters == "cpu" else OffloadPolicy()
         # Parameters are gathered in the format that autocast casts them to anyway: half the bytes. Autocast still chooses the
         # format of activations, so norms, softmax and loss are in fp32 here, too.
+        # With virtual ranks the passes must be those of one rank, which has fp32 parameters that autocast casts where it does.
         policy = MixedPrecisionPolicy(
-            param_dtype=None if compute is torch.float32 else compute,
+            param_dtype=None if compute is torch.float32 or self.parts is not None else compute,
             reduce_dtype=DTYPES[precision.reduce],
             cast_forward_inputs=False,
         )
         self._devices = self.devices()
         copies = self._devices.size(0) if self._devices.ndim > 1 else 1
-        between = self._spec.comm.compresses and copies > 1
-        # FSDP2 has no hook in place of its own all-reduce: it is told of one copy, and the sum over the copies follows in a hook.
-        inner = self._devices["shard"] if between else self._devices
+        # FSDP2 has no hook in place of its own all-reduce.
+        self._between = (self._spec.comm.compresses or self.parts is not None) and copies > 1
+        inner = self._devices["shard"] if self._between else self._devices
         named = dict(blocks_of(model))
         blocks = list(named.values())
         keep = {"auto": blocks[-1:], True: [], False: blocks}[parallel.reshard_after_forward]
@@ -111,7 +122,9 @@ class FullyShardedStrategy(ABC):
             split(named[name], any(named[name] is kept for kept in keep))
         split(model, stays=True)
         self._use_direct_collectives(model)
-        if between:
+        if self.parts is not None:
+            self._sum_parts(model, self.parts)
+        elif self._between:
             self._compress_between(model, copies)
         elif self._spec.comm.compresses and self._devices.size(self._devices.ndim - 1) > 1 and copies == 1:
             self._compress(model)
@@ -129,6 +142,29 @@ class FullyShardedStrategy(ABC):
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
                 module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
+
+    def _sum_parts(self, model: nn.Module, parts: Parts) -> None:
+        """Gradients are summed along a tree as they are scattered, and then between copies."""
+        copy, first, rooms = self._mesh.data_rank // parts.together, 0, dict[str, torch.Tensor]()
+        first = copy * parts.together
+        between = None
+        if self._between:
+            group = self._devices.get_group(0)
+            between = TreeAllReduce(parts.count, parts.nodes_of_copies(), group, self._rank.device, aside=False)
+        for module, _ in units(model):
+            scatter = PartReduceScatter(parts, range(first, first + parts.together), rooms)
+            module.set_custom_reduce_scatter(scatter)
+            self._scatters.append(scatter)
+            if between is not None:
+                module.set_all_reduce_hook(PartCopies(parts, scatter, between, self._devices.get_group(0)))
+
+    def reduces_together(self) -> int:
+        """See `ParallelStrategy`: the ranks of one copy."""
+        return self.ranks_per_copy() if self._mesh.data_size > 1 else 1
+
+    @abstractmethod
+    def ranks_per_copy(self) -> int:
+        """Ranks of the data axis that share one copy of the state. A collective at the first call."""
 
     def _compress(self, model: nn.Module) -> None:
         """Gradients are compressed as they are scattered to all ranks."""
@@ -180,7 +216,17 @@ class FullyShardedStrategy(ABC):
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_all_reduce(last)
             self.module.set_is_last_backward(last)
-        return nullcontext()
+            if self.parts is not None and self.parts.running:
+                self._begin_pass(self.module, self.parts)
+        return self._whole.micro_batch() if self._whole is not None else nullcontext()
+
+    def _begin_pass(self, module: FSDPModule, parts: Parts) -> None:
+        """Gradients stay whole until the last micro-batch of a part. FSDP2 adds nothing to the zeros it got before: 0 + -0 is 0."""
+        module.set_requires_gradient_sync(parts.ends)
+        module.set_requires_all_reduce(parts.last)
+        if parts.begins:
+            for p in self._parameters.values():
+                p.grad = None
 
     def _has_gradient(self, name: str, parameter: torch.Tensor) -> None:
         if self._last and self.on_final is not None:
@@ -193,6 +239,8 @@ class FullyShardedStrategy(ABC):
 
     def finish_grads(self) -> None:
         """See `ParallelStrategy.finish_grads`: gives each shard the gradient of its parameter."""
+        if self._whole is not None:
+            self._whole.finish()
         for name, p in self._parameters.items():
             self._with_gradient(name, p)
 
@@ -205,6 +253,10 @@ class FullyShardedStrategy(ABC):
         """See `ParallelStrategy.zero_grad`."""
         for copies in self._copies:
             copies.drop()
+        for scatter in self._scatters:
+            scatter.clear()
+        if self._whole is not None:
+            self._whole.clear()
         for name, p in self._parameters.items():
             p.grad = None
             self._shards[name].local.grad = None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from raydist.worker.comm.tree import halved
 from raydist.worker.distributed import Rank
 from raydist.worker.parameter_table import ParameterTable
 
@@ -34,6 +35,39 @@ def grad_norm(
     if group is not None:
         dist.all_reduce(square, group=group)
     return square.sqrt()
+
+
+class RowNorm:
+    """The same with the same bits for any split into rows: norms of rows, which no rank has a part of, are added in one order.
+
+    Call it when every shard has its gradient. Sends a number for each row, unless each rank holds the whole gradient.
+    """
+
+    def __init__(self, parameters: ParameterTable, rank: Rank) -> None:
+        self._device = rank.device
+        self._sends = not all(parameters.held_by_all(name) for name in parameters.trained)
+        self._own: list[tuple[Tensor, slice]] = []
+        first = 0
+        for name in parameters.trained:
+            whole = shape[0] if (shape := parameters[name].shape) else 1
+            shard = parameters.shards[name]
+            rows = shard.local.shape[0] if shard.local.ndim else 1
+            part, columns = shard.columns
+            if shard.local.numel() and (not self._sends or parameters.counts(name)):
+                at = first + part * whole + shard.first_row
+                self._own.append((shard.local, slice(at, at + rows)))
+            first += columns * whole
+        self._rows = first
+
+    def __call__(self) -> Tensor:
+        squares = torch.zeros(self._rows, dtype=torch.float64, device=self._device)
+        for local, rows in self._own:
+            if local.grad is not None:
+                norms = torch.linalg.vector_norm(local.grad.reshape(rows.stop - rows.start, -1), dim=1)
+                squares[rows] = norms.to(self._device).double().square()
+        if self._sends:
+            dist.all_reduce(squares)  # each row is one rank's, to which zeros are added: exact in any order
+        return halved(squares).sqrt()
 
 
 class GradNorm:

@@ -14,7 +14,7 @@ by one after the update, and is no longer maintained.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -27,9 +27,11 @@ from raydist.spec import JobSpec
 from raydist.worker.comm import gloo_p2p
 from raydist.worker.comm.compression.piece import Piece
 from raydist.worker.comm.compression.reducer import Reducer
+from raydist.worker.comm.tree import Exchange, Fold, Node, in_place, room_for
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.parallel._model_graph import blocks_of, check_graph, refuse_scalars, tied_across, weakly
+from raydist.worker.parts import Parts, WholeSums
 from raydist.worker.precision import DTYPES
 
 IN_FLIGHT = 2
@@ -92,6 +94,8 @@ class _Slot:
         self._parts = torch.empty_like(self._all) if parts else None
         self.unit: Unit | None = None
         self.work: gloo_p2p.Work | None = None
+        self.exchange: Exchange | None = None
+        """If gradients are summed along a tree."""
         self.last = False
         """Whether the unit is from the last micro-batch of a step."""
 
@@ -109,6 +113,26 @@ class _Slot:
         parts = self._parts[: packed.numel()] if self._parts is not None else None
         self.unit, self.work = unit, gloo_p2p.reduce_scatter(shard, packed.view(-1), parts, group)
 
+    def reduce_tree(
+        self,
+        unit: Unit,
+        group: dist.ProcessGroup,
+        count: int,
+        nodes: Sequence[Sequence[Node]],
+        own: Sequence[list[Tensor]],
+    ) -> None:
+        """The same along the tree of `count` parts. `own`: of each of this rank's nodes the unit's gradients."""
+        packed, _ = self.buffers(unit)
+        sent = [packed, *(torch.zeros_like(packed) for _ in own[1:])][: len(own)]
+        for into, grads in zip(sent, own, strict=True):
+            unit.pack(grads, into)
+        needed = room_for(nodes, unit.size)
+        if self._parts is None or self._parts.numel() < needed:
+            self._parts = torch.empty(needed, dtype=packed.dtype, device=packed.device)
+        flat = [node.view(-1) for node in sent]
+        self.unit = unit
+        self.exchange = Exchange(count, nodes, flat, [unit.size] * unit.world, self._parts[:needed], group)
+
     def gather(self, unit: Unit, group: dist.ProcessGroup) -> None:
         """Starts an all-gather of this rank's part into the packed buffer."""
         packed, shard = self.buffers(unit)
@@ -116,11 +140,18 @@ class _Slot:
 
     def wait(self) -> Unit | None:
         """Waits, and returns the unit whose values have arrived; None if nothing was sent."""
-        unit, work = self.unit, self.work
+        unit, work = self.unit, self.work or self.exchange
         if work is not None:
             work.wait()
-        self.unit = self.work = None
+        self.unit = self.work = self.exchange = None
         return unit
+
+    def take_nodes(self) -> list[tuple[Node, Tensor]]:
+        """Waits for an exchange along a tree: this rank's part of each node, valid until the slot is used again."""
+        assert self.exchange is not None
+        nodes = self.exchange.wait()
+        self.unit = self.exchange = None
+        return nodes
 
 
 class ZeroStrategy:
@@ -129,6 +160,7 @@ class ZeroStrategy:
     module: nn.Module
     takes_meta = False
     on_final: Callable[[Sequence[Tensor]], None] | None = None
+    parts: Parts | None = None
     reduce_each: bool
     """Whether gradients are reduced to this rank's rows in every micro-batch (ZeRO-2), or stay whole until the last (ZeRO-1)."""
 
@@ -148,7 +180,11 @@ class ZeroStrategy:
         self.module = model
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._units: list[Unit] = []
-        self._last = True
+        self._last = self._ends = True
+        # What is kept of a part until the next one: whole gradients, or this rank's rows (`_folds`).
+        whole = self.parts is not None and not (self.reduce_each and self._mesh.data_size > 1)
+        self._whole = WholeSums(self.parts, [*self._parameters.values()]) if whole and self.parts is not None else None
+        self._folds: dict[int, Fold[Tensor]] = {}
         if self._mesh.data_size == 1:
             self._shards = {n: ParamShard(p) for n, p in self._parameters.items()}
         else:
@@ -212,11 +248,17 @@ class ZeroStrategy:
         """See `ParallelStrategy.shards`: this rank's rows, in the memory of the whole parameters."""
         return self._shards
 
+    def reduces_together(self) -> int:
+        """See `ParallelStrategy`."""
+        return self._mesh.data_size if self.reduce_each else 1
+
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         """See `ParallelStrategy.accumulate`."""
         self._last = last
-        yield
+        self._ends = self.parts.ends if self.parts is not None else True
+        with self._whole.micro_batch() if self._whole is not None else nullcontext():
+            yield
 
     def messages(self) -> list[tuple[str, int, str]]:
         """For traces: the gradients of each unit in backward, then its rows in the next forward pass."""
@@ -232,26 +274,58 @@ class ZeroStrategy:
         if unit.missing:
             return
         unit.missing = len(unit.parameters)
-        if not (self._last or self.reduce_each):
+        if not (self._last or self.reduce_each) or not self._ends:
             return
         slot = self._reducing.pop(0)
         self._reducing.append(slot)
         self._take_sum(slot)
-        packed, _ = slot.buffers(unit)
-        unit.pack([_gradient(p) for p in unit.parameters], packed)
+        grads = [_gradient(p) for p in unit.parameters]
+        if self.parts is not None:
+            nodes, own = self._nodes(self.parts, unit, grads)
+            slot.reduce_tree(unit, self._group, self.parts.count, nodes, own)
+        else:
+            packed, _ = slot.buffers(unit)
+            unit.pack(grads, packed)
+            slot.reduce(unit, self._group, self._reducer)
         if self.reduce_each:
             for p in unit.parameters:
                 p.grad = None
-        slot.reduce(unit, self._group, self._reducer)
         slot.last = self._last
 
+    def _nodes(self, parts: Parts, unit: Unit, grads: list[Tensor]) -> tuple[list[list[Node]], Sequence[list[Tensor]]]:
+        """The nodes that each rank sends of a unit, and the gradients of this rank's."""
+        if self._whole is not None:
+            return parts.nodes_of_copies(), self._whole.nodes_with(unit.parameters, grads)
+        nodes = parts.nodes(range(unit.world), parts.round)
+        return nodes, [grads] if nodes[self._mesh.data_rank] else []
+
+    def _take_nodes(self, slot: _Slot, unit: Unit) -> Tensor | None:
+        """Adds what has arrived to the parts before: this rank's rows of the sum once all parts have arrived."""
+        assert self.parts is not None
+        fold = self._folds.setdefault(id(unit), Fold(self.parts.count, in_place))
+        for node, rows in slot.take_nodes():
+            kept = rows if slot.last or fold.joins(node) else rows.clone()  # the slot is used again
+            fold.push(node, kept)
+        if not slot.last:
+            return None
+        ((_, value),) = self._folds.pop(id(unit)).nodes
+        return value
+
     def _take_sum(self, slot: _Slot) -> None:
-        unit = slot.wait()
-        if unit is None:
-            return
-        _, shard = slot.buffers(unit)
+        if slot.exchange is not None and slot.unit is not None:
+            unit: Unit | None = slot.unit
+            found = self._take_nodes(slot, slot.unit)
+            if found is None:
+                return
+            shard = found
+        else:
+            unit = slot.wait()
+            if unit is None:
+                return
+            _, shard = slot.buffers(unit)
+        assert unit is not None
         if self.reduce_each:
-            total = self._sums[id(unit)].add_(shard)
+            total = self._sums[id(unit)].add_(shard) if self.parts is None else self._sums[id(unit)].copy_(shard)
         for name, p, own, part in zip(
             unit.names, unit.parameters, unit.own, unit.split(total if self.reduce_each else shard), strict=True
         ):
@@ -268,6 +342,8 @@ class ZeroStrategy:
             self._take_sum(slot)
         if self._reducer is not None:
             self._reducer.finish()
+        if self._whole is not None and not self._units:
+            self._whole.finish()
 
     def reducers(self) -> list[Reducer]:
         """See `ParallelStrategy`."""
@@ -282,6 +358,9 @@ class ZeroStrategy:
         """See `ParallelStrategy.zero_grad`."""
         for slot in self._reducing if self._units else []:
             slot.wait()
+        self._folds.clear()
+        if self._whole is not None:
+            self._whole.clear()
         for unit in self._units:
             unit.missing = len(unit.parameters)
             if self.reduce_each:

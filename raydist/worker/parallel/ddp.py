@@ -6,8 +6,8 @@ Runs in: each train worker. Torch, never ray.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.parallel._model_graph import check_graph
+from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
+from raydist.worker.parts import Parts, WholeSums
 from raydist.worker.precision import DTYPES
 
-PLAN = StrategyPlan(bucketed=True, compresses=True)
+PLAN = StrategyPlan(bucketed=True, compresses=True, parts=True)
 
 # Renamed in torch 2.13.
 _SYNC_BUFFERS = (
@@ -40,15 +42,18 @@ class Strategy:
     module: nn.Module
     takes_meta = False
     on_final: Callable[[Sequence[torch.Tensor]], None] | None = None
+    parts: Parts | None = None
 
     def __init__(self, spec: JobSpec, mesh: Mesh) -> None:
         self._spec, self._mesh, self._rank = spec, mesh, mesh.rank
-        self.loss_factor = float(mesh.data_size)  # DDP's all-reduce averages
+        # DDP's all-reduce averages; a sum along a tree does not.
+        self.loss_factor = float(mesh.data_size) if spec.train.virtual_ranks is None else 1.0
         # Whether passes call the model itself: in a pipeline in another order than DDP's, with expert parallel under two of them.
         self._direct = spec.parallel.pipeline > 1 or spec.parallel.expert > 1
         self._ddp: DistributedDataParallel | None = None
         self._reducer: Reducer | None = None
         self._pieces: list[Piece] = []
+        self._tree: TreeAllReduce | None = None
         self._seen: list[list[torch.Tensor]] = []
         """The parameters of each bucket, in the order of the last backward pass."""
 
@@ -58,6 +63,7 @@ class Strategy:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
         check_graph(model, lambda: example(model), self._mesh)
+        self._sums = WholeSums(self.parts, [*self._parameters.values()]) if self.parts is not None else None
         self.zero_grad()
         self.module = model
         if self._mesh.data_size > 1 and self._parameters:
@@ -79,7 +85,9 @@ class Strategy:
                 self._reducer = Reducer(
                     self._spec.comm, group, self._rank.device, factor=self.loss_factor, aside=True, part=self._mesh.part
                 )
-            compressed = self._spec.comm.compresses
+            if self.parts is not None:
+                self._tree = TreeAllReduce(self.parts.count, self.parts.nodes_of_copies(), group, self._rank.device)
+            compressed = self._spec.comm.compresses or self._tree is not None
             if compressed or self._spec.precision.reduce != "fp32" or self._spec.offload.optimizer == "cpu":
                 # Through a lambda, because torch compares annotations, and those of this module are strings.
                 ddp.register_comm_hook(None, lambda _, bucket: self._sum(bucket))
@@ -117,6 +125,10 @@ class Strategy:
         grads, parameters, dtype = bucket.buffer(), bucket.parameters(), DTYPES[self._spec.precision.reduce]
         if self._reducer is not None and self._reducer.active:
             return self._reducer.all_reduce(self._pieces[bucket.index()], grads)
+        if self._tree is not None and self._sums is not None and self.parts is not None and self.parts.running:
+            found = self._sums.nodes_with(parameters, bucket.gradients())
+            whole = [torch.cat([grad.reshape(-1) for grad in node]) for node in found[:-1]]
+            return self._tree([*whole, grads], lambda: self._is_final(parameters))
         self._seen.append(parameters)
         grads.mul_(1 / self._mesh.data_size)
         sent = grads.to(dtype)
@@ -124,13 +136,25 @@ class Strategy:
         def reduced(done: torch.futures.Future[Any]) -> torch.Tensor:
             if sent is not grads:
                 grads.copy_(done.value()[0])
-            if self.on_final is not None:
-                self.on_final(parameters)
+            self._is_final(parameters)
             return grads
 
         work = dist.all_reduce(sent, group=self._mesh.group("data"), async_op=True)
         assert work is not None
         return work.get_future().then(reduced)
+
+    def _is_final(self, parameters: Sequence[torch.Tensor]) -> None:
+        if self.on_final is not None:
+            self.on_final(parameters)
+
+    @property
+    def room(self) -> int | None:
+        """Bytes of the buffer for what arrives of a sum along the tree; None where there is none."""
+        return self._tree.room if self._tree is not None else None
+
+    def reduces_together(self) -> int:
+        """See `ParallelStrategy`: each rank has whole gradients."""
+        return 1
 
     def shards(self) -> Mapping[str, ParamShard]:
         """See `ParallelStrategy.shards`: every parameter, whole."""
@@ -142,6 +166,17 @@ class Strategy:
         Where forward passes do not go through DDP, its reducer waits for gradients only from here on, as in
         torch.distributed.pipelining.
         """
+        if self._sums is not None:
+            return self._part(last)
+        return self._passes(last)
+
+    @contextmanager
+    def _part(self, last: bool) -> Iterator[None]:
+        assert self._sums is not None
+        with self._sums.micro_batch(), self._passes(last):
+            yield
+
+    def _passes(self, last: bool) -> AbstractContextManager[None]:
         if self._ddp is None:
             return nullcontext()
         if self._direct:
@@ -156,6 +191,10 @@ class Strategy:
         """See `ParallelStrategy.finish_grads`: DDP's last backward has summed them."""
         if self._reducer is not None:
             self._reducer.finish()
+        if self._tree is not None:
+            self._tree.finish()
+        elif self._sums is not None:
+            self._sums.finish()
 
     def reducers(self) -> list[Reducer]:
         """See `ParallelStrategy`."""
@@ -168,6 +207,8 @@ class Strategy:
 
     def zero_grad(self) -> None:
         """See `ParallelStrategy.zero_grad`."""
+        if self._sums is not None:
+            self._sums.clear()
         for p in self._parameters.values():
             p.grad = None
 

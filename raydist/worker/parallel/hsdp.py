@@ -24,6 +24,7 @@ PLAN = StrategyPlan(
     sharded=("optimizer", "gradients", "parameters"),
     group=lambda spec, ranks, per_node: spec.parallel.shard or min(per_node, ranks),
     compresses=True,
+    parts=True,
 )
 
 VARIANTS = {"in pairs": {"shard": 2}}
@@ -45,8 +46,17 @@ def check_spec(spec: JobSpec) -> None:
 class Strategy(FullyShardedStrategy):
     """`parallel.shard` consecutive ranks hold one copy together. On one rank, the model is not wrapped."""
 
+    _shard: int | None = None
+
     def devices(self) -> DeviceMesh:
-        """(copies, ranks per copy). Raises UserError if the group size does not divide the number of ranks."""
+        """(copies, ranks per copy). Raises UserError: see `ranks_per_copy`."""
+        world, shard = self._mesh.data_size, self.ranks_per_copy()
+        return self._mesh.data_mesh((world // shard, shard), ("replicate", "shard"))
+
+    def ranks_per_copy(self) -> int:
+        """Raises UserError if the group size does not divide the number of ranks."""
+        if self._shard is not None:
+            return self._shard
         world = self._mesh.data_size
         shard = self._spec.parallel.shard or self._shard_of_nodes()
         if world % shard:
@@ -54,7 +64,8 @@ class Strategy(FullyShardedStrategy):
                 f"parallel.shard: {shard} does not divide the {world} replicas of the model",
                 "set it to a divisor, such as the GPUs of a node",
             )
-        return self._mesh.data_mesh((world // shard, shard), ("replicate", "shard"))
+        self._shard = shard
+        return shard
 
     def _shard_of_nodes(self) -> int:
         """The largest group size with no group across nodes: the greatest common divisor of the numbers of replicas per node.

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from raydist.extension_plans import StrategyPlan
 from raydist.worker.parallel._fsdp import FullyShardedStrategy
 
-PLAN = StrategyPlan(sharded=("optimizer", "gradients", "parameters"), compresses=True)
+PLAN = StrategyPlan(sharded=("optimizer", "gradients", "parameters"), compresses=True, parts=True)
 VARIANTS = {
     "keeping all": {"reshard_after_forward": False},
     "dropping all, no prefetch": {"reshard_after_forward": True, "prefetch": 0},
@@ -20,6 +20,10 @@ VARIANTS = {
 
 class Strategy(FullyShardedStrategy):
     """Each rank holds its rows of every parameter. On one rank, the model is not wrapped."""
+
+    def ranks_per_copy(self) -> int:
+        """All of them."""
+        return self._mesh.data_size
 
     def devices(self) -> DeviceMesh:
         """One dimension with all of them."""

@@ -42,6 +42,12 @@ def waiting(model: ModelSpec, vocab_size: int) -> nn.Module:
     return _build(model, vocab_size, "waiting", hold=8 * _STEP)
 
 
+def later(model: ModelSpec, vocab_size: int) -> nn.Module:
+    """Trains without a fault in the sweep's first process, and waits as `waiting` in all others."""
+    first = not list(Path(model.options["marks"]).glob("later-*"))
+    return _build(model, vocab_size, "later", **({} if first else {"hold": 8 * _STEP}))
+
+
 def broken(model: ModelSpec, vocab_size: int) -> nn.Module:
     """Raises in its second step."""
     made = _build(model, vocab_size, "broken")

@@ -167,7 +167,7 @@ def test_only_tensors_are_read(saved: RunDir, kit: Any) -> None:
     assert found is not None
     with pytest.raises((CheckpointError, AttributeError)):
         restore.load(saved, found, {"model/matrix": "not a tensor"}, {})  # type: ignore[dict-item]
-    from raydist.worker.checkpoint.dcp_storage import TensorPlanner
+    from raydist.worker.checkpoint.dcp_reader import TensorPlanner
 
     item = type("Item", (), {"dest_index": type("Index", (), {"fqn": "model/evil"})})
     with pytest.raises(CheckpointError, match="model/evil: not a tensor"):

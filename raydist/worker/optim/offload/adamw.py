@@ -13,6 +13,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ from torch.optim import AdamW
 
 from raydist.errors import StorageError, UserError
 from raydist.spec.models import OffloadSpec, OptimSpec
+from raydist.worker.optim.aligned import Row, fused_adamw, whole_vectors
 from raydist.worker.optim.offload.hostcopy import HostCopy
 from raydist.worker.optim.offload.layout import Layout
 from raydist.worker.optim.offload.moments import InFile, InMemory, Moments
@@ -83,6 +85,8 @@ class OffloadedAdamW(AdamW):
     ) -> None:
         assert offload.optimizer != "none"
         self._moments: Moments | None = None
+        self.same_bits = False
+        """Whether the update must not depend on how parameters are cut into parts."""
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True, foreach=False)
         listed = list(chain.from_iterable(group["params"] for group in self.param_groups))
         self._parameters: list[Tensor] = listed if order is None else list(order)
@@ -188,7 +192,7 @@ class OffloadedAdamW(AdamW):
         for index, number in enumerate(self._plan):
             first, second = self._moments.get()
             here = None if self._host is None else self._host.get(index)
-            columns: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
+            columns: dict[int, list[Row]] = defaultdict(list)
             for piece in chunks[number]:
                 if piece.parameter not in grads:
                     continue
@@ -209,25 +213,11 @@ class OffloadedAdamW(AdamW):
         if self._host is not None:
             self._host.finish()
 
-    def _kernel(self, group: dict[str, Any], rows: Sequence[tuple[Tensor, ...]]) -> None:
-        values, grads, exp_avgs, exp_avg_sqs, steps = (list(column) for column in zip(*rows, strict=True))
+    def _kernel(self, group: dict[str, Any], rows: Sequence[Row]) -> None:
         for factor in self._factors:
-            torch._foreach_mul_(grads, factor)
-        torch._fused_adamw_(
-            values,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=group["maximize"],
-        )
+            torch._foreach_mul_([grads for _, grads, *_ in rows], factor)
+        with whole_vectors(rows) if self.same_bits else nullcontext(rows) as made:
+            fused_adamw(group, made)
 
     # --- methods of torch.optim.Optimizer
 

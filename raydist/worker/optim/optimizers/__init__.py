@@ -48,8 +48,11 @@ Named = list[tuple[str, nn.Parameter]]
 Build = Callable[[Named, "OptimSpec", torch.device], Optimizer]
 
 
-def build(shards: Mapping[str, ParamShard], spec: OptimSpec, device: torch.device) -> Optimizer:
-    """The optimizer over the part of each parameter that this rank updates; `device` is where that is.
+def build(
+    shards: Mapping[str, ParamShard], spec: OptimSpec, device: torch.device, *, same_bits: bool = False
+) -> Optimizer:
+    """The optimizer over the part of each parameter that this rank updates; `device` is where that is. `same_bits`: however
+    parameters are cut into parts.
 
     Groups carry `name` and `param_names`, in the order of `shards`. Their lr is `spec.lr` until the loop sets it.
     Raises UserError: `fused: true` where there is no such kernel; muon without `blocks`; an optimizer that needs whole matrices
@@ -62,7 +65,14 @@ def build(shards: Mapping[str, ParamShard], spec: OptimSpec, device: torch.devic
             f"optim.name: {spec.name} works on whole matrices, and the strategy gives each rank some rows of them",
             "use adamw or sgd, or parallel.strategy: ddp",
         )
-    return cast(Build, registry.load("optimizer", spec.name))(named, spec, device)
+    made = cast(Build, registry.load("optimizer", spec.name))
+    if not same_bits or device.type != "cpu":
+        return made(named, spec, device)
+    from raydist.worker.optim.aligned import aligned
+
+    if spec.name != "adamw":  # torch's loop over tensors rounds each number alike, its other fused kernels do not
+        spec = spec.model_copy(update={"fused": False})
+    return aligned(made(named, spec, device))
 
 
 def one_group(name: str, named: Named, weight_decay: float) -> list[Group]:

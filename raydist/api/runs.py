@@ -1,0 +1,194 @@
+"""A run, as its folder has it: its steps, events, findings and checkpoints, during and after training.
+
+Runs in: the user's process. Imports pyarrow inside functions; never torch or ray.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from raydist.api import notebook
+from raydist.api.command import Command
+from raydist.errors import StopFailed, TrainingStopped, UsageError
+from raydist.printable import printable
+from raydist.run.directory import REPORT, RunDir
+from raydist.storage import Storage
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from raydist.records import Event
+    from raydist.report.run_metrics import Report
+
+POLL_S = 0.5
+STOP_S = 600.0
+
+
+class Run:
+    """`raydist.open` and `raydist.train` return it. Every call reads the run's folder anew; none needs the cluster.
+
+    Reading raises StorageError if storage refuses, or a file is damaged.
+    """
+
+    def __init__(self, folder: RunDir, command: Command | None = None) -> None:
+        self.folder = folder
+        self._command = command
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.folder.name
+
+    @property
+    def uri(self) -> str:
+        """The run's folder: a path, or a URI."""
+        return self.folder.uri
+
+    @property
+    def status(self) -> str:
+        """running, finished, paused, stopped, interrupted or lost: see raydist.records.Status."""
+        return str(self.show()["status"])
+
+    def show(self) -> dict[str, Any]:
+        """What `raydist show --json` prints: status, steps, losses, attempts, checkpoints, workers."""
+        from raydist.report import summary
+
+        return dict(printable(summary.show(self.folder)))
+
+    def watch(self) -> dict[str, Any]:
+        """What `raydist watch --json` prints: the step, memory and shares of time of each rank, over the last 30 seconds."""
+        from raydist.report.watch import view
+
+        return view(self.folder)
+
+    def steps(self) -> pa.Table:
+        """One row per step, ascending, with the fields of raydist.records.StepRecord; of a step trained twice, the last."""
+        from raydist.run.log import read_steps
+
+        return read_steps(self.folder)
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """The run's events in order: attempts, failures, decisions, evaluations, findings and others. `kind`: only these."""
+        from raydist.run.log import read_events
+
+        return [event for event in read_events(self.folder) if kind in (None, event.kind)]
+
+    def findings(self) -> list[dict[str, Any]]:
+        """What the rules of raydist.diagnosis found, in order: rule, rank, severity, what, figures, remedy, at (Unix time)."""
+        return [{**event.data, "at": event.at} for event in self.events("finding")]
+
+    @property
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """The committed checkpoints, oldest first: step, bytes, best, eval_loss, world_size, attempt, saved_at, problem."""
+        from raydist.checkpoint import manifest
+
+        return manifest.summary(self.folder)
+
+    def logs(self, rank: int | None = None, attempt: int | None = None) -> Iterator[tuple[int, str]]:
+        """(rank, line) of what the ranks printed in an attempt, by default the newest, rank by rank."""
+        from raydist.run.log import last_attempt
+        from raydist.run.rank_logs import Reader
+
+        yield from Reader(self.folder, attempt or last_attempt(self.folder), rank).read(last=True)
+
+    def report(self, path: str | None = None) -> str:
+        """Writes the run's page to a path or URI, by default report.html in its folder, and returns where it is.
+
+        Raises UsageError if `path` is a folder.
+        """
+        return self.write_page(path)[0]
+
+    def write_page(self, path: str | None) -> tuple[str, Report]:
+        """`report`, with the figures on the page."""
+        from raydist.report import run_metrics
+        from raydist.report.html import run as pages
+
+        home, name = place_of(path, self.folder.storage)
+        figures = run_metrics.report(self.folder)
+        home.write(name, pages.render(figures))
+        return home.at(name).uri, figures
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Waits until no driver trains the run. Returns the run.
+
+        Raises the error that ended it, with its root cause, if it did not reach its end or a pause; TimeoutError after `timeout`
+        seconds. In a notebook it shows the curves of the run meanwhile.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with notebook.live(self) as refresh:
+            while not self.ended():
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"run {self.name} has not ended in {timeout:g} s")
+                self._pause(deadline)
+                refresh()
+        if self._command is not None:
+            self._command.wait()
+        elif (status := self.status) in ("stopped", "lost"):
+            cause = (
+                next((e.data.get("cause") for e in reversed(self.events("ended"))), None)
+                if status == "stopped"
+                else None
+            )
+            raise TrainingStopped(f"run {self.name}: {cause or status}", f"more: raydist show {self.uri}")
+        return self
+
+    def ended(self) -> bool:
+        """Whether no driver trains the run now."""
+        if self._command is not None:
+            return self._command.ended()
+        from raydist.run.lease import newest_driver
+
+        driver = newest_driver(self.folder)
+        return driver is None or not driver.alive
+
+    def stop(self, wait: bool = True, timeout: float = STOP_S) -> Run:
+        """Ends the run after one checkpoint, as `raydist stop` does; training it again resumes it. Returns the run.
+
+        Does nothing if no driver trains it. Raises StopFailed if it has not ended in `timeout` seconds.
+        """
+        from raydist.api import stopping
+
+        stopping.stop(self.folder, timeout if wait else None)
+        if wait and self._command is not None:
+            try:
+                self._command.wait(timeout)
+            except TimeoutError:
+                raise StopFailed(f"run {self.name}: its driver, process {self._command.pid}, has not ended") from None
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"<raydist run {self.name}: {self._state()['status']} at step {self._state().get('step') or 0}, {self.uri}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return notebook.card(self.folder)
+
+    def _state(self) -> dict[str, Any]:
+        from raydist.run.status import read_state
+
+        return read_state(self.folder)
+
+    def _pause(self, deadline: float | None) -> None:
+        pause = POLL_S if deadline is None else max(0.0, min(POLL_S, deadline - time.monotonic()))
+        if self._command is None:
+            time.sleep(pause)
+            return
+        try:
+            self._command.wait(pause)
+        except TimeoutError:
+            return
+
+
+def place_of(path: str | None, home: Storage) -> tuple[Storage, str]:
+    """The folder and the file name of a page: `path`, or report.html in `home`. Raises UsageError if `path` is a folder."""
+    if path is None:
+        return home, REPORT
+    place, mark, query = path.partition("?") if "://" in path else (path, "", "")
+    folder, slash, name = place.rpartition("/")
+    target = Storage(f"{folder or slash or '.'}{mark}{query}")
+    if not name or (target.exists(name) and target.size(name) is None):
+        raise UsageError(f"{path} is a folder", f"name a file in it, such as {place.rstrip('/')}/{REPORT}")
+    return target, name

@@ -1,0 +1,153 @@
+"""`raydist.train`, `raydist.sweep` and `raydist.open`.
+
+Runs in: the user's process. A run's driver is a process of its own, `raydist train`, so that nothing here imports ray.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from raydist.api.command import Command
+from raydist.api.runs import POLL_S, Run
+from raydist.api.sweeps import Sweep
+from raydist.run.directory import Folder, RunDir, check_name, default_storage
+from raydist.storage import Storage
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec
+
+_Made = TypeVar("_Made", Run, Sweep)
+
+
+def train(
+    spec: str | Path | Mapping[str, Any] | JobSpec,
+    *,
+    set: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    storage: str | None = None,
+    address: str | None = None,
+    until: int | None = None,
+    resume: bool = False,
+    fresh: bool = False,
+    allow_spec_change: bool = False,
+    faults: str | Path | None = None,
+    wait: bool = True,
+) -> Run:
+    """Trains a job, as `raydist train` does, and returns its run. The same call again resumes it.
+
+    `spec`: a YAML file, its content as a dict, or a JobSpec; `set`: dotted field -> value. The other arguments are the command's
+    options. With `wait` it returns when the run has ended, and the run ends, after a checkpoint, if this process does; a
+    KeyboardInterrupt stops it in the same way. Without, it returns once the run's driver has taken it; the run then goes on
+    whatever happens to this process, until `Run.stop`.
+
+    Raises SpecError for a wrong job, other UserErrors if it cannot be trained here, and TrainingStopped with its root cause if it
+    ended before its last step.
+    """
+    from raydist.spec import dump
+
+    job = _job(spec, set or {})
+    folder = RunDir(Storage(storage or default_storage()).at(check_name(name or job.name)))
+    options = [
+        *_shared(name, storage, address),
+        *(["--until", str(until)] if until is not None else []),
+        *(["--resume"] if resume else []),
+        *(["--fresh"] if fresh else []),
+        *(["--allow-spec-change"] if allow_spec_change else []),
+        *(["--faults", str(faults)] if faults is not None else []),
+    ]
+    with _in_memory(dump(job).encode()) as file:
+        before = _number(folder)
+        run = Run(folder, Command(["train", f"/proc/self/fd/{file}", *options], [file], tied=wait))
+        return run.wait() if wait else _taken(run, before)
+
+
+def sweep(
+    spec: str | Path,
+    *,
+    set: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    storage: str | None = None,
+    address: str | None = None,
+    wait: bool = True,
+) -> Sweep:
+    """Trains a sweep's cells, as `raydist sweep` does, and returns it. The same call again resumes it.
+
+    `spec`: the sweep's YAML file; `set`: dotted field of the base job -> value; `wait`: as for `train`. Raises SpecError for a
+    wrong file, other UserErrors if it cannot be trained here, TrainingStopped if none of its cells has finished.
+    """
+    import yaml
+
+    from raydist.run.sweep_directory import SweepDir
+    from raydist.spec.sweep import load_sweep
+
+    given = [
+        f"{field}={yaml.safe_dump(value, default_flow_style=True).strip()}" for field, value in (set or {}).items()
+    ]
+    asked = load_sweep(Path(spec), given, check_name(name) if name else None)
+    folder = SweepDir(Storage(storage or default_storage()).at(asked.name))
+    options = [*_shared(name, storage, address), *(part for one in given for part in ("--set", one))]
+    before = _number(folder)
+    made = Sweep(folder, Command(["sweep", "run", str(spec), *options], tied=wait))
+    return made.wait() if wait else _taken(made, before)
+
+
+def open(run: str | Path, storage: str | None = None) -> Run | Sweep:
+    """The run or the sweep of that folder, URI, or name in `storage`. Raises RunNotFound."""
+    from raydist.run.sweep_directory import resolve_any
+
+    found = resolve_any(str(run), storage)
+    return Run(found) if isinstance(found, RunDir) else Sweep(found)
+
+
+def _job(spec: str | Path | Mapping[str, Any] | JobSpec, given: Mapping[str, Any]) -> JobSpec:
+    """The job with the fields that are given. Raises SpecError."""
+    from raydist.spec import JobSpec
+    from raydist.spec.load import Layer, of_tree, read_job, resolve
+
+    if isinstance(spec, str | Path):
+        layers, source = read_job(Path(spec)), str(spec)
+    else:
+        tree = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)
+        layers, source = [of_tree(tree, "spec")], "spec"
+    over = Layer({}, {})
+    for field, value in given.items():
+        over = over.with_field(field, value, f"set {field}")
+    return resolve([*layers, over], source)
+
+
+def _shared(name: str | None, storage: str | None, address: str | None) -> list[str]:
+    named = {"--name": name, "--storage": storage, "--address": address}
+    return [part for option, value in named.items() if value is not None for part in (option, value)]
+
+
+@contextmanager
+def _in_memory(data: bytes) -> Iterator[int]:
+    """The descriptor of a file without a name: it may hold secrets, and is gone with the processes that have it open."""
+    file = os.memfd_create("job.yaml")
+    try:
+        with os.fdopen(file, "wb", closefd=False) as written:
+            written.write(data)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _number(folder: Folder) -> int:
+    from raydist.run.lease import newest_driver
+
+    driver = newest_driver(folder)
+    return driver.number if driver is not None else 0
+
+
+def _taken(made: _Made, before: int) -> _Made:
+    """Waits until the driver has taken the run, or has ended. Raises its error."""
+    while not made.ended():
+        if _number(made.folder) > before:
+            return made
+        time.sleep(POLL_S)
+    return made.wait()

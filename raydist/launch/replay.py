@@ -1,0 +1,180 @@
+"""Trains some steps of a run again, on another number of workers of this machine, and compares every bit.
+
+Runs in: the user's shell. Neither torch nor ray: the ranks are processes of `raydist.launch.standalone`.
+
+The checkpoint that the steps start from is copied to a run of its own beside the run, which is deleted afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from raydist.checkpoint import manifest, retention
+from raydist.errors import TrainingStopped, UsageError
+from raydist.run.directory import SPEC, RunDir, manifest_name, step_folder
+from raydist.run.log import read_steps
+from raydist.spec import JobSpec, load
+
+COMPARED = ("loss", "grad_norm", "lr", "tokens", "samples_hash")
+"""Of each step's record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Steps `first` to `last`, first trained on `before` workers, again on `workers`. `differences`: empty if no bit differs.
+
+    `tensors`: compared at the last step; 0 if the run has no checkpoint there.
+    """
+
+    first: int
+    last: int
+    before: tuple[int, ...]
+    workers: int
+    tensors: int
+    differences: tuple[str, ...]
+
+
+def replay(run: RunDir, steps: int, start: int | None, workers: int | None) -> Replay:
+    """Trains the `steps` after checkpoint `start` again. None: the newest one that so many steps follow; for `workers`: one, or two
+    if one trained them.
+
+    Raises UsageError where there is no such checkpoint, or the run need not have the same bits; TrainingStopped if a rank fails.
+    """
+    rows = {row["step"]: row for row in read_steps(run).to_pylist()}
+    starts = [at for at in run.committed() if all(step in rows for step in range(at + 1, at + steps + 1))]
+    if not starts or (start is not None and start not in starts):
+        have = "no checkpoint" if start is None else f"no checkpoint of step {start}"
+        raise UsageError(
+            f"run {run.name}: {have} is followed by {steps} recorded steps",
+            f"take fewer steps; checkpoints: {', '.join(map(str, run.committed())) or 'none'}, recorded up to step "
+            f"{max(rows, default=0)}",
+        )
+    at = max(starts) if start is None else start
+    again = range(at + 1, at + steps + 1)
+    before = tuple(sorted({int(rows[step]["world_size"]) for step in again}))
+    with tempfile.TemporaryDirectory() as folder:
+        stored = Path(folder, "job.yaml")
+        stored.write_bytes(run.storage.read(SPEC))
+        spec = load(stored)
+        size = workers or (1 if before != (1,) else 2)
+        _refuse(spec, run, before, size)
+        with ExitStack() as stack:
+            stack.enter_context(retention.leased(run, at))
+            copy = stack.enter_context(_copied(run, at))
+            _train(stored, copy, at + steps, size, Path(folder))
+            found = {row["step"]: row for row in read_steps(copy).to_pylist()}
+            differences = [
+                f"step {step}: {name}: {rows[step][name]!r}, and again {found[step][name]!r}"
+                for step in again
+                for name in COMPARED
+                if rows[step][name] != found[step][name]
+            ]
+            tensors = 0
+            if at + steps in run.committed():
+                theirs, ours = hashes(run, at + steps), hashes(copy, at + steps)
+                tensors = len(theirs)
+                differences += [
+                    f"step {at + steps}: {name} differs" for name in theirs if theirs[name] != ours.get(name)
+                ]
+    return Replay(at + 1, at + steps, before, size, tensors, tuple(differences))
+
+
+def _refuse(spec: JobSpec, run: RunDir, before: tuple[int, ...], workers: int) -> None:
+    count = spec.train.virtual_ranks
+    if count is None and before != (workers,):
+        raise UsageError(
+            f"run {run.name} has no train.virtual_ranks: trained on {' and '.join(map(str, before))} workers, it has other bits on "
+            f"{workers}",
+            f"--workers {before[0]}" if len(before) == 1 else "replay steps of one number of workers",
+        )
+    if count is not None and workers > count:
+        raise UsageError(
+            f"--workers {workers}: run {run.name} has train.virtual_ranks: {count}", f"take at most {count}"
+        )
+
+
+@contextmanager
+def _copied(run: RunDir, step: int) -> Iterator[RunDir]:
+    """A run with that checkpoint alone; deleted on exit."""
+    name = f"{run.name}.replay-{os.getpid()}"
+    copy = RunDir(run.home.at(name))
+    found = manifest.read(run, step)
+    try:
+        for file in found.files:
+            with (
+                run.storage.open(manifest.path(step, file)) as source,
+                copy.storage.create(manifest.path(step, file)) as into,
+            ):
+                while data := source.read(1 << 24):
+                    into.write(data)
+        inside = f"{step_folder(step)}/{manifest_name(found.attempt)}"
+        copy.storage.write(inside, run.storage.read(inside))  # last, as a commit does
+        yield copy
+    finally:
+        for name in [*copy.storage.folders(), *copy.storage.files(unfinished=True)]:
+            copy.storage.delete(name)
+        if Path(copy.full_uri).is_dir():
+            shutil.rmtree(copy.full_uri)
+
+
+def _train(job: Path, copy: RunDir, until: int, workers: int, folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fields = [f"cluster.workers={workers}", f"checkpoint.every={until}", "checkpoint.replicas=[]", "eval.every=null"]
+    command = [
+        sys.executable,
+        "-m",
+        "raydist.launch.standalone",
+        str(job),
+        "--storage",
+        copy.home.full_uri,
+        "--name",
+        copy.name,
+    ]
+    command += ["--until", str(until), "--json", *(part for field in fields for part in ("--set", field))]
+    given = {"WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {**os.environ, **{name: str(value) for name, value in given.items()}} if workers > 1 else dict(os.environ)
+    ranks: list[subprocess.Popen[Any]] = []
+    with ExitStack() as stack:
+        try:
+            for rank in range(workers):
+                output = stack.enter_context(Path(folder, f"rank{rank}").open("w+"))
+                own = env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if workers > 1 else {})
+                ranks.append(subprocess.Popen(command, env=own, stdout=output, stderr=output))
+            codes = [rank.wait() for rank in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    for rank, code in enumerate(codes):
+        if code:
+            last = Path(folder, f"rank{rank}").read_text().strip().splitlines()[-1:]
+            raise TrainingStopped(f"rank {rank} of the replay: {last[0] if last else f'exit code {code}'}", "")
+
+
+def hashes(run: RunDir, step: int) -> dict[str, str]:
+    """The hash of each tensor of the model and the optimizer in a checkpoint, whatever the ranks that wrote it."""
+    found = manifest.read(run, step)
+    made = {}
+    for name, entry in found.tensors.items():
+        if name.startswith(("model/", "optim/")):
+            digest = xxhash.xxh3_128()
+            for chunk in sorted(entry.chunks, key=lambda chunk: chunk.offsets):
+                with run.storage.open(manifest.path(step, chunk.file)) as source:
+                    source.seek(chunk.start)
+                    digest.update(source.read(chunk.length))
+            made[name] = digest.hexdigest()
+    return made

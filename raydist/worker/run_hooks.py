@@ -1,0 +1,115 @@
+"""Calls the hooks of a job (raydist/worker/hooks), reports or raises their errors, and checks that they have changed no weight.
+
+Runs in: each train worker. Torch, never ray.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from raydist import registry
+from raydist.errors import HookFailed, RaydistError
+from raydist.records import Event
+from raydist.spec.running import HookSpec
+from raydist.worker.hooks import HookFacts
+
+
+@dataclass(slots=True)
+class _Made:
+    spec: HookSpec
+    hook: Any
+    reported: bool = False
+
+
+class RunHooks:
+    """The hooks of this rank. `make(options)` gives the facts for one; `tell` sends an event, and must not block.
+
+    Raises HookFailed if a hook cannot be made.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[HookSpec],
+        make: Callable[[dict[str, Any]], HookFacts],
+        first: bool,
+        tell: Callable[[Event], None],
+    ) -> None:
+        self._tell = tell
+        self._model: nn.Module | None = None
+        self._changed = False
+        self._made: list[_Made] = []
+        for spec in specs:
+            if spec.ranks == "all" or first:
+                facts = make(spec.options)
+                self._model = facts.model
+                kind = self._run(spec, "", partial(registry.load, "hook", spec.name))
+                self._made.append(_Made(spec, self._run(spec, "", partial(kind, facts))))
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Calls that method of each hook that has it. Raises HookFailed if one changes weights, or raises and is to end the run."""
+        for made in self._made:
+            if (function := getattr(made.hook, method, None)) is None:
+                continue
+            try:
+                self._run(made.spec, f".{method}", partial(function, *arguments))
+            except HookFailed as error:
+                if made.spec.on_error == "stop" or self._changed:
+                    raise
+                if not made.reported:
+                    made.reported = True
+                    text = f"{error.message}; the run goes on, and further errors of this hook are not shown"
+                    self._tell(Event("note", time.time(), {"text": text}))
+
+    def _run(self, spec: HookSpec, where: str, function: Callable[[], Any]) -> Any:
+        """The result of the function. Raises HookFailed for its error, and if it has changed weights."""
+        before = self._checksums()
+        try:
+            result = function()
+        except RaydistError:
+            raise
+        except Exception as error:
+            raise HookFailed(
+                f"hook {spec.name}{where}: {type(error).__name__}: {error}",
+                "mend it, or set on_error: report in hooks, with which the run goes on without it",
+            ) from error
+        for (name, old), new in zip(before.items(), self._checksums().values(), strict=True):
+            if old != new:
+                self._changed = True  # training on would be silently wrong
+                raise HookFailed(
+                    f"hook {spec.name}{where} has changed {name}",
+                    "a hook may only read the model; what changes weights belongs in the model, the optimizer or the loss",
+                )
+        return result
+
+    def _checksums(self) -> dict[str, int]:
+        """Of this rank's part of each parameter and buffer, exact: it changes if a bit does, but for rare coincidences."""
+        found = dict(_tensors(self._model)) if self._model is not None else {}
+        with torch.no_grad():
+            sums = [_checksum(tensor) for tensor in found.values()]
+            return dict(zip(found, torch.stack(sums).tolist() if sums else [], strict=True))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        local = value.to_local() if isinstance(value, DTensor) else value.detach()
+        if local.numel() and not local.is_meta:
+            yield name, local
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """The sum of the tensor's bits, as integers that wrap around."""
+    return tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,110 @@
+"""`raydist.open` and what it returns, from folders alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import raydist
+from raydist.api import runs as api_runs
+from raydist.errors import RunNotFound, SpecError, TrainingStopped, UsageError
+from raydist.observe.run_monitor import RunMonitor
+from raydist.records import Event, Finding, StepRecord
+from raydist.run.directory import SPEC, RunDir
+from raydist.run.lease import DriverLease
+from raydist.run.log import json_line
+from raydist.run.status import this_process, write_state
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunDir:
+    """A run of three steps with an evaluation and a finding, finished."""
+    run = RunDir(tmp_path / "a-run")
+    run.storage.write(SPEC, b"name: a-run\n")
+    monitor = RunMonitor(run.uri, interval_s=60.0)
+    monitor.begin_attempt(1, 2, 0)
+    steps = [StepRecord(s, 1 / s, 1e-3, 1.0, 100, 0.1, 0.0, 2, 1, f"{s:016x}").to_dict() for s in (1, 2, 3)]
+    found = Finding("leak", 1, "warning", "memory grows", {"mib_per_hour": 3.0}, "look for a list that grows")
+    monitor.push(steps, [])
+    monitor.push(
+        [], [Event("eval", time.time(), {"step": 3, "loss": 2.5, "tokens": 64}).to_dict(), found.event(2.0).to_dict()]
+    )
+    monitor.end("finished")
+    return run
+
+
+def test_a_finished_run(folder: RunDir) -> None:
+    """Steps, events, findings, checkpoints, a page, and how it looks in a notebook."""
+    run = raydist.open(folder.uri)
+    assert isinstance(run, raydist.Run)
+    assert (run.name, run.uri, run.status) == ("a-run", folder.uri, "finished")
+    assert run.steps()["loss"].to_pylist() == [1.0, 1 / 2, 1 / 3]
+    assert [e.data["loss"] for e in run.events("eval")] == [2.5]
+    assert len(run.events()) > len(run.events("eval"))
+    assert [(f["rule"], f["rank"], f["at"]) for f in run.findings()] == [("leak", 1, 2.0)]
+    assert run.checkpoints == []
+    assert run.watch()["status"] == "finished"
+    assert list(run.logs()) == []
+    assert Path(run.report()).read_text().startswith("<!doctype html>")
+    page = str(Path(folder.uri).parent / "page.html")
+    assert run.report(page) == page
+    with pytest.raises(UsageError, match="is a folder"):
+        run.report(str(Path(folder.uri).parent))
+    assert run.wait() is run
+    assert run.stop() is run
+    assert repr(run).startswith("<raydist run a-run: finished at step 3, ")
+    shown = run._repr_html_()
+    assert shown.startswith("<iframe srcdoc=")
+    assert "Loss" in shown
+    assert "<script" not in shown, "the page is quoted as an attribute"
+
+
+def test_no_run(tmp_path: Path) -> None:
+    """The error of the command."""
+    with pytest.raises(RunNotFound, match="no run or sweep 'b'"):
+        raydist.open("b", str(tmp_path))
+
+
+def test_waiting_for_a_run_of_another_process(folder: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`wait` returns when its driver ends it, and raises what stopped it; `stop` asks that driver."""
+    monkeypatch.setattr(api_runs, "POLL_S", 0.02)
+    run = raydist.open(folder.uri)
+    assert isinstance(run, raydist.Run)
+    lease = DriverLease(folder)
+    assert not run.ended()
+    with pytest.raises(TimeoutError, match=r"has not ended in 0\.1 s"):
+        run.wait(timeout=0.1)
+    run.stop(wait=False)
+    lease._look_for_stop()
+    assert lease.asked_to_stop() is not None
+
+    ended = Event("ended", time.time(), {"status": "stopped", "cause": "rank 1: boom"})
+
+    def end() -> None:
+        write_state(folder, {"status": "stopped", "heartbeat_at": time.time(), "driver": this_process()})
+        folder.storage.write("events.jsonl", json_line(ended.to_dict()))
+        lease.release()
+
+    thread = threading.Timer(0.2, end)
+    thread.start()
+    with pytest.raises(TrainingStopped, match="a-run: rank 1: boom"):
+        run.wait()
+    thread.join()
+
+
+def test_a_wrong_job_is_an_error_here(tmp_path: Path) -> None:
+    """Of a file, a dict and a field that is set: SpecError with file, field and remedy, before any process starts."""
+    job = tmp_path / "job.yaml"
+    job.write_text("model: {name: gpt}\ndata: {source: text}\ntrain: {steps: 1}\n")
+    for spec, given, text in (
+        (job, {"optim.lrr": 1}, "set optim.lrr: optim.lrr: .*did you mean"),
+        (str(tmp_path / "jbo.yaml"), {}, "no such file"),
+        ({"model": {"name": "gtp"}, "data": {"source": "text"}, "train": {"steps": 1}}, {}, "spec: model.name: .*gpt"),
+        ({"train": {"steps": -1}}, {}, "train.steps"),
+    ):
+        with pytest.raises(SpecError, match=text):
+            raydist.train(spec, set=given, storage=str(tmp_path))
+    assert not (tmp_path / "gpt").exists()

@@ -1,0 +1,180 @@
+"""`train.virtual_ranks`: every strategy, on any number of ranks, has the bits of one: losses, norms, weights and optimizer state.
+
+Ranks are warm processes without Ray. A job is trained on one process once, and compared with all others of the same job.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raydist.data.batches import MASKED, MicroBatch, equal_parts
+from raydist.spec import JobSpec
+from raydist.worker.distributed import Rank
+from raydist.worker.step import evaluate
+from tests.training import CONTEXT, GROUPED, MODEL, VARIANTS, Trainer, alone, counted, gather_parts, job, run, samples
+
+STEPS, N = 3, 16
+ODD = {**MODEL, "width": 12, "hidden": 20, "dropout": 0.1}
+"""No row is a whole number of vectors, so that optimizers see parts with an end; the default has rows of 16."""
+State = Mapping[str, torch.Tensor]
+Result = tuple[list[tuple[float, float]], str, float, dict[str, torch.Tensor]]
+"""(loss, norm) of each step, hash of weights and optimizer state, eval loss, and the state itself by name."""
+
+
+def divided(trainer: Trainer, tokens: torch.Tensor, targets: torch.Tensor) -> list[MicroBatch]:
+    """This rank's micro-batches, as the loader divides a batch."""
+    assert trainer.parts is not None
+    made = []
+    divide = trainer.parts.divide(equal_parts(trainer.spec.train.micro_batch))
+    for ids in divide(np.arange(len(tokens)), trainer.mesh.data_rank, trainer.mesh.data_size):
+        if len(ids):
+            made.append(MicroBatch(tokens[ids], targets[ids], first=int(ids[0])))
+        else:
+            nothing = torch.full_like(targets[:1], MASKED)
+            made.append(MicroBatch(tokens[:1], nothing, first=len(tokens), real=False))
+    return made
+
+
+def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Weights and the optimizer's tensors, whole."""
+    found = trainer.whole()
+    for slot in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+        parts: dict[str, torch.Tensor | None] = {}
+        for name, shard in trainer.shards.items():
+            held = trainer.optimizer.state[shard.local].get(slot)
+            parts[name] = None if held is None else shard.whole(held)
+        if any(part is not None for part in parts.values()):
+            found |= {f"{slot} {n}": t for n, t in gather_parts(parts, trainer.rank, trainer.parameters).items()}
+    return found
+
+
+def load(trainer: Trainer, state: State) -> None:
+    """The inverse of `state_of`, on any number of ranks."""
+    for name, shard in trainer.shards.items():
+        first, rows = shard.first_row, shard.local.shape[0]
+        with torch.no_grad():
+            shard.local.copy_(state[name][first : first + rows])
+        moments = {slot: state[key][first : first + rows].clone() for slot in ("exp_avg", "exp_avg_sq")
+                   if (key := f"{slot} {name}") in state}  # fmt: skip
+        if moments and shard.local.numel():
+            trainer.optimizer.state[shard.local] = {"step": state["step"].clone(), **moments}
+    trainer.strategy.updated()
+
+
+def hashed(state: State) -> str:
+    """Of all names and bits."""
+    digest = hashlib.blake2b(digest_size=12)
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def train(rank: Rank, spec: JobSpec, first: int = 0, steps: int = STEPS, state: State | None = None) -> Result:
+    """Steps first + 1 to first + steps; the last batch of all is short."""
+    trainer = Trainer(rank, spec, full=N * CONTEXT)
+    if state is not None:
+        load(trainer, state)
+    reports = []
+    for step in range(first + 1, first + steps + 1):
+        batches = divided(trainer, *samples(N if step != STEPS else 5, seed=step))
+        report = trainer.step(step, batches, counted(batches), 1e-2, want_stop=False)
+        reports.append((report.loss, report.grad_norm))
+    held_out = divided(trainer, *samples(N, seed=99))
+    loss, _ = evaluate(trainer.mesh, trainer.strategy, trainer.precision, held_out)
+    found = state_of(trainer)
+    loads = {f"load {n}": t for n, t in trainer.loads.loads.items()}
+    result = reports, hashed({**found, **loads}), loss, {**found, "step": torch.tensor(float(first + steps))}
+    trainer.step.optimizer_hooks.close()
+    return result
+
+
+def made(strategy: str, parts: int, micro: int = 1, model: Mapping[str, Any] = MODEL, **sections: Any) -> JobSpec:
+    """A job of `parts` virtual ranks."""
+    fields = {
+        "virtual_ranks": parts,
+        "global_batch": parts * micro * 2,
+        "micro_batch": micro,
+        **sections.pop("train", {}),
+    }
+    return job(strategy, dict(model), fields, **{"cluster": {"workers": min(parts, 4)}, **sections})
+
+
+@functools.cache
+def _alone(text: str) -> Result:
+    return train(alone(), JobSpec.model_validate_json(text))
+
+
+def reference(spec: JobSpec) -> Result:
+    """On one process, by ddp: all strategies have the same bits."""
+    plain = spec.model_copy(update={"parallel": job("ddp").parallel, "offload": job("ddp").offload})
+    return _alone(plain.model_dump_json())
+
+
+def check(got: Result, expected: Result) -> None:
+    """Equal to the bit. Names the first tensor that differs."""
+    assert got[0] == expected[0]
+    assert got[2] == expected[2]
+    different = [name for name, tensor in expected[3].items() if not torch.equal(tensor, got[3][name])]
+    assert not different
+    assert got[1] == expected[1]
+
+
+SPREADS = [
+    ("ddp", 4, 4, 2), ("ddp", 3, 8, 1), ("ddp", 2, 5, 1), ("zero1", 4, 8, 1), ("zero1", 3, 5, 2), ("zero2", 4, 4, 2),
+    ("zero2", 3, 4, 1), ("zero2", 2, 8, 2), ("zero3", 4, 4, 1), ("zero3", 3, 8, 2), ("zero3", 2, 3, 2), ("hsdp", 4, 8, 2),
+    ("hsdp", 3, 3, 1),
+]  # fmt: skip
+"""(strategy, ranks, virtual ranks, micro-batch): one part a rank, several, uneven; one micro-batch a part, and several."""
+
+
+@pytest.mark.parametrize(("strategy", "world", "parts", "micro"), SPREADS)
+def test_any_number_of_ranks_has_the_bits_of_one(ranks: Any, strategy: str, world: int, parts: int, micro: int) -> None:
+    """Losses, norms, weights, moments and the eval loss, with clipping, dropout, a short last batch, and rows of odd lengths."""
+    if strategy in GROUPED and world % VARIANTS[GROUPED[strategy]].get("shard", 1) == 0:
+        strategy = GROUPED[strategy]
+    spec = made(strategy, parts, micro, ODD)
+    for got in run(ranks, train, world, spec):
+        check(got, reference(spec))
+
+
+FEATURES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
+    "bf16": ("zero3", 3, 4, 2, {"precision": "bf16"}),
+    "bf16, whole": ("ddp", 2, 4, 2, {"precision": "bf16"}),
+    "fp16 and its loss scale": ("zero2", 3, 4, 2, {"precision": {"params": "fp16", "loss_scale": {"initial": 1024}}}),
+    "optimizer in host memory": ("zero1", 3, 4, 2, {"offload": {"optimizer": "cpu"}}),
+    "parameters in host memory": ("zero3", 2, 4, 2, {"offload": {"parameters": "cpu"}}),
+    "activations again": ("zero3", 2, 4, 1, {"train": {"checkpoint_activations": "full"}}),
+    "sgd": ("zero1", 3, 4, 2, {"optim": {"name": "sgd", "lr": 0.1, "clip": 0.5}}),
+    "experts": ("zero2", 3, 4, 2, {"model": {**MODEL, "name": "mixtral"}}),
+    "experts with biases, sharded": ("zero3", 2, 5, 1, {"model": {**MODEL, "name": "deepseek"}}),
+    "untied": ("zero3", 3, 4, 2, {"model": {**ODD, "tie_embeddings": False}}),
+    "another model": ("ddp", 3, 4, 1, {"model": {**MODEL, "name": "llama"}}),
+}
+"""Each with one strategy: (strategy, ranks, virtual ranks, micro-batch, sections)."""
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_with_everything_else_too(ranks: Any, feature: str) -> None:
+    """The same with other number formats, offload, recomputed activations, optimizers and models."""
+    strategy, world, parts, micro, sections = FEATURES[feature]
+    spec = made(strategy, parts, micro, **{"model": ODD, **sections})
+    for got in run(ranks, train, world, spec):
+        check(got, reference(spec))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_replicas_of_two_tensor_parallel_ranks(ranks: Any, strategy: str) -> None:
+    """Two replicas, each of two ranks that share each layer, have the bits of one such replica."""
+    made_of = {"cluster": {"workers": 4}, "parallel": {"strategy": strategy, "tensor": 2}}
+    spec = made(strategy, 4, 2, {**MODEL, "dropout": 0.1}, **made_of)
+    plain = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"strategy": "ddp"})})
+    expected = run(ranks, train, 2, plain)[0]
+    for got in run(ranks, train, 4, spec):
+        check(got, expected)

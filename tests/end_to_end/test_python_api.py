@@ -1,0 +1,53 @@
+"""`raydist.train` from a script and from a notebook, on a private Ray.
+
+Over a minute: it starts three drivers, two of them from a notebook's kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import pytest
+
+import raydist
+from raydist.errors import DataError
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+
+
+def test_a_run_goes_on_alone_until_it_is_stopped(project: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`wait=False` returns with a live driver, or raises its error; `stop` leaves a checkpoint of the last step."""
+    monkeypatch.chdir(project.root)
+    monkeypatch.setenv("RAYDIST_STORAGE", str(project.runs))
+    given = {"model.name": "gpt", "train.steps": 100_000, "checkpoint.every": 100_000}
+    run = raydist.train("job.yaml", set=given, name="from-python", wait=False)
+    assert not run.ended()
+    deadline = time.monotonic() + 240
+    while len(run.steps()) < 2:
+        assert time.monotonic() < deadline
+        assert not run.ended()
+        time.sleep(0.2)
+    run.stop()
+    assert run.ended()
+    assert run.status == "interrupted"
+    assert [saved["step"] for saved in run.checkpoints] == [run.show()["steps"]]
+    with pytest.raises(DataError, match="nowhere"):
+        raydist.train("job.yaml", set={"data.path": "nowhere", "model.name": "gpt"}, name="no-data", wait=False)
+
+
+def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cell of examples/notebook.ipynb runs in a kernel, in a folder of its own; the run is drawn while it trains."""
+    monkeypatch.setenv("RAYDIST_STORAGE", str(tmp_path / "runs"))
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(book, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    first, *others = [cell for cell in book.cells if cell.cell_type == "code"]
+    frames = [o for o in first.outputs if "<iframe srcdoc=" in o.get("data", {}).get("text/html", "")]
+    assert len(frames) == 2, "the live one, and the run itself"
+    texts = [cell.outputs[-1]["data"]["text/plain"] for cell in others]
+    assert texts[-2] == "('finished', 80)"
+    assert texts[-1] == f"'{tmp_path}/report.html'"
+    assert (tmp_path / "report.html").stat().st_size > 10_000
