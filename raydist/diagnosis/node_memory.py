@@ -29,6 +29,8 @@ def check(window: Window) -> Iterator[Finding]:
     used, total = window.series("node", "memory_used_bytes"), window.recent("node", "memory_total_bytes")
     anon = window.recent("rank", "anon_bytes")
     for row, node in enumerate(window.keys("node")):
+        if not total[row] > 0:
+            continue
         last = used[row, -RECENT:] / total[row]
         if len(last) < RECENT or np.isnan(last).any() or last[-1] < USED:
             continue

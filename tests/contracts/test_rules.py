@@ -15,6 +15,8 @@ from raydist.run import telemetry_schema
 
 RULES = registry.names("diagnosis")
 COLUMNS = telemetry_schema.COLUMNS
+ERRORS = ("gpu_xid_count", "gpu_ecc_errors", "alloc_retries_count")
+"""Totals of which an increase is a fault."""
 
 
 def lows(values: Any) -> Lows:
@@ -35,7 +37,7 @@ def row(kind: str, at: int, subject: int, value: float | None, grows: float) -> 
     made: dict[str, Any] = {"kind": kind, "at": 1e9 + at, "host": f"h{subject}", "node": f"10.0.0.{subject}"}
     made |= {"rank": subject, "attempt": 1, "step": at + 1} if kind == "rank" else {"gpu": 0} if kind == "gpu" else {}
     for column, (kind_of, text) in columns.items():
-        if value is not None and str(kind_of) != "string" and column not in ("gpu_xid_count", "gpu_ecc_errors"):
+        if value is not None and str(kind_of) != "string" and column not in ERRORS:
             made[column] = value + (grows * at if " total " in f" {text} " else 0.0)
     return made
 
