@@ -22,10 +22,10 @@ by chance. On two cores with five other users, two healthy ranks lacked a proces
 by up to 0.2 for 12 s."""
 RATIO = 1.25
 """A slow rank needs this many times as long as the median of its peers."""
-SIGMAS = 2.5
+SIGMAS = 3.5
 """And the mean of its excess over RECENT parts must be this many times the run's own noise, the spread of the excess of a single
-part: 5 times the spread of such a mean, if parts are independent."""
-FEW = 5
+part: 7 times the spread of such a mean, if parts are independent."""
+FEW = 12
 """Differences of parts that are known, at least, for the noise."""
 COMMON = {
     "lost": (
@@ -42,7 +42,7 @@ COMMON = {
     ),
     "noise": (
         f"{SIGMAS:g} times the run's own spread of one part",
-        "5 standard deviations of a mean of 4; benchmarks/doctor.py",
+        "7 standard deviations of a mean of 4; benchmarks/doctor.py",
     ),
 }
 """Limits of slow_compute and slow_data -> (value, source)."""
@@ -165,18 +165,8 @@ def _slow_ranks(window: Window, symptom: str) -> Iterator[Slow]:
         if len(rows) < 2:
             continue
         delay = delays[rows][:, -RECENT:].mean(axis=1)
-        whole = _excess(share[rows], CROWDED * delay)
-        # Without the time that a crowded host takes from each rank by chance, what is left of a fault is clearer.
-        own = (
-            _excess(np.maximum(share[rows] - delays[rows], 0.0), np.zeros(len(rows)))
-            if symptom == "slow_compute"
-            else {}
-        )
-        for i, row in enumerate(rows):
-            found = whole.get(i) or own.get(i)
-            if found is not None and _mean_excess(share[rows], i) >= LEAST_LOST / 2:
-                lost, times, noise = found
-                yield Slow(symptom, ranks[row], row, tuple(r for r in rows if r != row), lost, times, noise)
+        for i, found in _excess(share[rows], CROWDED * delay).items():
+            yield Slow(symptom, ranks[rows[i]], rows[i], tuple(r for r in rows if r != rows[i]), *found)
 
 
 def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]:
@@ -195,11 +185,6 @@ def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]
         if lost >= enough and times >= RATIO and (last[i] >= STEADY * enough).sum() >= RECENT - 1:
             found[i] = lost, times, noise
     return found
-
-
-def _mean_excess(own: Array, i: int) -> float:
-    """Of one rank, over its peers, in the newest parts."""
-    return float((own - _lower_median(own))[i, -RECENT:].mean())
 
 
 def _noise(own: Array) -> float:

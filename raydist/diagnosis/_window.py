@@ -297,7 +297,7 @@ class Window:
         return np.minimum(found, self._sum(f"{phase}_seconds" for phase in ("forward", "backward", "update")))
 
     def _sum(self, columns: Iterable[str]) -> Array:
-        return np.nansum([self.series("rank", column) for column in columns], axis=0)
+        return np.asarray(np.nansum([self.series("rank", column) for column in columns], axis=0))
 
     def share(self, name: str) -> Array:
         """[R, N] share of a rank's time by part: compute (without exposed communication), exposed, data, eval, save. NaN while the

@@ -118,8 +118,8 @@ def test_a_crowded_host_is_no_fault() -> None:
     """All ranks lack a processor for half of the time, and one happens to be late by a fifth of it: nothing is told."""
 
     def crowded(rank: int, second: int) -> dict[str, float]:
-        late = {"compute": 0.2} if rank == second // 15 % 4 else {}
-        return {"run_delay_seconds": 0.5, **late}
+        late = 0.2 if rank == second // 15 % 4 else 0.0
+        return {"run_delay_seconds": 0.5 + late, "compute": late}
 
     assert told(Diagnosis(), rows(120, crowded)) == []
 

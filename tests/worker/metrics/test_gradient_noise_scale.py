@@ -61,7 +61,7 @@ class Measured:
     ) -> None:
         self.trainer = made = Trainer(rank, spec, full, model)
         self.noise = GradientNoise(
-            made.mesh, made.strategy.module, made.strategy.loss_factor, every=1, batch=6, total=100, split=made.split
+            made.mesh, made.strategy.module, made.strategy.loss_factor, every=1, split=made.split
         )
         self.noise.average = self.kept = Kept()
         self.step = TrainStep(
