@@ -1,15 +1,18 @@
 """Trains under random faults of all classes for a given time, then checks that nothing was lost, trained twice or left behind.
 
-    python benchmarks/chaos.py [--seconds 300] [--seed 1] [--hosts]
+    python benchmarks/chaos.py [--seconds 300] [--seed 1] [--hosts | --mesh]
 
-Two gloo ranks, a small GPT, a checkpoint every ten steps, memory checkpoints at their automatic interval; on this machine, or with
-`--hosts` on a cluster of four hosts in network namespaces: the driver's, and three of which two have a rank. There, nodes are also
-killed and drained (and return at once), and the network of one node is cut for a while. The same run without faults comes first.
+Two gloo ranks, or with `--mesh` four (pipeline 2 x tensor 2), a small GPT, a checkpoint every ten steps, memory checkpoints at
+their automatic interval; on this machine, or with `--hosts` on a cluster of four hosts in network namespaces: the driver's, and
+three of which two have a rank. There, nodes are also killed and drained (and return at once), and the network of one node is
+cut for a while. The same run without faults comes first.
 
 Checked: every fault that was asked for has happened; every step has exactly one row, whose samples, loss and norm equal those of
 the undisturbed run, bit for bit; the weights of the last checkpoint have the same bytes; no process, namespace, port, or file in
 /dev/shm or /tmp is left. Printed: goodput (the time of the steps that counted, divided by the whole time) and each incident. A
 killed driver is restarted at once with the same command.
+
+With `--mesh` no bit is flipped: there is one replica, which nothing is compared with.
 
 Not included: faults after which the numbers differ correctly, by a skipped batch (bad_number, loss_spike) or a halved micro-batch
 (out_of_memory, memory_hog). tests/faults has them.
@@ -59,6 +62,8 @@ JOB = {
     "recovery": {"max_failures": -1, "backoff_s": 0.0, "step_timeout": 3.0, "data_timeout": 2.0},
     "cluster": {"workers": 2, "cpus_per_worker": 1},
 }
+MESH = {"parallel": {"tensor": 2, "pipeline": 2}, "cluster": {"workers": 4, "cpus_per_worker": 0.5}}
+"""Sections of the job with `--mesh`."""
 APART = 25
 """Steps from one fault to the next, with two checkpoints between them, so that the run always counts as making progress."""
 COST_S = 7.0
@@ -278,7 +283,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--hosts", action="store_true", help="on four hosts in network namespaces; needs root")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--hosts", action="store_true", help="on four hosts in network namespaces; needs root")
+    kind.add_argument("--mesh", action="store_true", help="pipeline 2 x tensor 2, on this machine")
     options = parser.parse_args()
     # Orphaned processes become children of this one, so that all are counted.
     assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
@@ -286,7 +293,10 @@ def main() -> None:
     os.environ.pop("RAY_ADDRESS", None)
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)
-        (folder / "job.yaml").write_text(yaml.safe_dump(JOB))
+        job = {**JOB, **MESH} if options.mesh else JOB
+        (folder / "job.yaml").write_text(yaml.safe_dump(job))
+        workers = int(job["cluster"]["workers"])
+        here = [kind for kind in KINDS if kind(0, 0).fault != "flip_bit"] if options.mesh else KINDS
         place = Net() if options.hosts else Here()
         train(place, folder, "warm", 60)
         pace = sorted(read_steps(RunDir(folder / "warm"))["seconds"].to_pylist())[30]
@@ -298,8 +308,8 @@ def main() -> None:
         chosen: list[Fault] = []
         cuts: list[int] = []
         for i in range(count):
-            kinds: Sequence[Callable[[int, int], Fault] | None] = of_nodes if options.hosts and i % 2 == 0 else KINDS
-            kind, rank, step = rng.choice(kinds), rng.randrange(2), APART * (i + 1) + rng.randrange(10)
+            kinds: Sequence[Callable[[int, int], Fault] | None] = of_nodes if options.hosts and i % 2 == 0 else here
+            kind, rank, step = rng.choice(kinds), rng.randrange(workers), APART * (i + 1) + rng.randrange(10)
             chosen += [kind(rank, step)] if kind is not None else []
             cuts += [step] if kind is None else []
         (folder / "faults.yaml").write_text(
@@ -338,12 +348,14 @@ def main() -> None:
     result = {
         "seed": options.seed,
         "hosts": options.hosts,
+        "mesh": job.get("parallel", {}),
         "steps": steps,
         "wall_s": wall,
         "goodput": useful / wall,
         "checks": checks,
     }
-    print(write("chaos_hosts" if options.hosts else "chaos", {**result, "incidents": json.loads(json.dumps(table))}))
+    name = "chaos_hosts" if options.hosts else "chaos_mesh" if options.mesh else "chaos"
+    print(write(name, {**result, "incidents": json.loads(json.dumps(table))}))
     sys.exit(0 if all(checks.values()) else 1)
 
 

@@ -11,6 +11,8 @@ alternately, in a new order each round, with the same samples and fused AdamW; r
     fp32 1 MiB     as `parallel.bucket_mb` would choose them
     NAME           comm.compress: NAME, in buckets of 1 MiB
     zero1, zero1 int8; zero2, zero2 int8
+    diloco, diloco int8    comm.every: 32
+    streaming      the same in 4 fragments, int8, each on its way for 2 steps
 
 `tokens`: tokens/s over the baseline's, the median over the rounds of the ratio within a round. `sent`: MB that leave a rank in a
 step, by its link. `processor`: seconds of processor time of a step on rank 0. With more ranks than cores they compete for them, so
@@ -45,15 +47,17 @@ from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.launch.zygote import leave
 from raydist.spec import JobSpec
-from raydist.worker.build import build_strategy
+from raydist.worker.build import build_strategy, replica
 from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import Compression
+from raydist.worker.comm.outer.hook import Outer
 from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
 from raydist.worker.optim import optimizers
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, evaluate, loss_sum
+from raydist.worker.step_hooks import StepHook
 from tests.hosts import Hosts
 
 VOCAB, BATCH, CONTEXT, BASE = 256, 16, 128, "fp32"
@@ -73,15 +77,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero1 int8": {"parallel": {"strategy": "zero1"}, "comm": {"compress": "int8"}},
     "zero2": {"parallel": {"strategy": "zero2"}},
     "zero2 int8": {"parallel": {"strategy": "zero2"}, "comm": {"compress": "int8"}},
+    "diloco": {"comm": {"every": 32}},
+    "diloco int8": {"comm": {"every": 32, "compress": "int8"}},
+    "streaming": {"comm": {"every": 32, "fragments": 4, "delay": 2, "compress": "int8"}},
 }
 SEEDS, HELD_OUT = (1, 2, 3), 256
 
 
-def job(name: str, model: str, world: int) -> JobSpec:
+def comm_of(name: str) -> dict[str, Any]:
+    """The variant's section `comm`."""
+    return dict(VARIANTS[name].get("comm", {}))
+
+
+def job(name: str, model: str, world: int, steps: int = 10**9) -> JobSpec:
     """One micro-batch a rank."""
     sections = {
         "data": {"source": "any"},
-        "train": {"steps": 1, "global_batch": BATCH, "micro_batch": BATCH // world},
+        "train": {"steps": steps, "global_batch": BATCH, "micro_batch": BATCH // world},
         "model": MODELS[model],
         "cluster": {"workers": world},
     }
@@ -91,15 +103,16 @@ def job(name: str, model: str, world: int) -> JobSpec:
 class Trained:
     """A variant on this rank; a call is a step."""
 
-    def __init__(self, name: str, model: str, rank: Rank, seed: int = 1) -> None:
-        spec = job(name, model, rank.world_size)
+    def __init__(self, name: str, model: str, rank: Rank, seed: int = 1, steps: int = 10**9) -> None:
+        spec = job(name, model, rank.world_size, steps)
         # Without exchange the rank is a world of its own.
         alone = Rank(0, 1, 0, rank.device, "gloo", rank.node_ip, None, ())
         self.rank = alone if name == "no sync" else rank
         self.mesh = Mesh.of(spec, self.rank)
         torch.manual_seed(seed)
         made: nn.Module = registry.load("model", spec.model.name)(spec.model, VOCAB)
-        self.strategy = build_strategy(spec, self.mesh)
+        apart = replica(spec, self.mesh)
+        self.strategy = build_strategy(spec, apart or self.mesh)
         first = torch.zeros(1, CONTEXT, dtype=torch.int64)
 
         def example(module: nn.Module, samples: int = 1, part: bool = False) -> Tensor:
@@ -110,15 +123,33 @@ class Trained:
         shards = self.strategy.shards()
         self.precision = Precision(spec.precision, rank.device)
         reducers = reducers_of(self.strategy)
-        hooks = [Compression(reducers, self.precision, self.rank)] if spec.comm.compresses else []
+        hooks: list[StepHook] = [Compression(reducers, self.precision, self.rank)] if spec.comm.compresses else []
+        self.outer = Outer(spec.comm, apart, shards, steps) if apart else None
+        hooks += [self.outer] if self.outer else []
+        parameters = gather_parameters(shards, self.rank)
+        self._next = 1
         self.step = TrainStep(
             self.mesh, self.strategy, optimizers.build(shards, spec.optim, rank.device), self.precision,
-            parameters=gather_parameters(shards, self.rank), full_tokens=BATCH * CONTEXT, clip=1.0, hooks=hooks,
+            parameters=parameters.apart(apart.copy) if apart else parameters, full_tokens=BATCH * CONTEXT, clip=1.0,
+            hooks=hooks, replica=apart,
         )  # fmt: skip
 
     def __call__(self, batch: MicroBatch, lr: float = 1e-3, number: int = 1) -> None:
         """One step."""
         self.step(number, [batch], batch.targets.numel(), lr, want_stop=False)
+        if self.outer is not None and self.outer.stepped(number, lambda: None):
+            self.strategy.updated()
+
+    def turns(self) -> list[tuple[float, range]]:
+        """What to measure in a round: (weight of the sum, numbers of the steps). With an outer step that training waits for, a
+        step before it and the step with it; with one beside training, all steps from one outer step's middle to the next."""
+        if self.outer is None:
+            return [(1.0, range(1, 2))]
+        plan, apart = self.outer.schedule, self.outer.schedule.every // self.outer.schedule.fragments
+        if not plan.delay:
+            return [((apart - 1) / apart, range(1, 2)), (1 / apart, range(apart, apart + 1))]
+        self._next += apart
+        return [(1 / apart, range(self._next - apart // 2, self._next + apart // 2))]
 
 
 def corpus() -> Tensor:
@@ -150,18 +181,21 @@ def speeds(rank: Rank, model: str, rounds: int) -> dict[str, Any]:
     for turn in range(-1, rounds):
         batch = batch_of(data, rank, turn + 1)
         for name in order.sample(list(steps), len(steps)):
-            dist.barrier()
-            before, busy, begun = sent_on("eth0"), time.process_time(), time.perf_counter()
-            steps[name](batch)
-            took = torch.tensor([time.perf_counter() - begun])
-            worked = time.process_time() - busy
-            dist.barrier()
-            gone = sent_on("eth0") - before
-            dist.all_reduce(took, dist.ReduceOp.MAX)
+            total = torch.zeros(3)
+            for weight, numbers in steps[name].turns():
+                dist.barrier()
+                before, busy, begun = sent_on("eth0"), time.process_time(), time.perf_counter()
+                for number in numbers:
+                    steps[name](batch, number=number)
+                took = torch.tensor([time.perf_counter() - begun])
+                worked = time.process_time() - busy
+                dist.barrier()
+                gone = sent_on("eth0") - before
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                total += weight * torch.tensor([float(took), gone / 1e6, worked])
             if turn >= 0:
-                seconds[name].append(float(took))
-                sent[name].append(gone / 1e6)
-                processor[name].append(worked)
+                for figures, value in zip((seconds, sent, processor), total.tolist(), strict=True):
+                    figures[name].append(value)
     found = {}
     for name in steps:
         ratios = [base / own for base, own in zip(seconds[BASE], seconds[name], strict=True)]
@@ -179,10 +213,10 @@ def losses(rank: Rank, model: str, steps: int) -> dict[str, Any]:
     own = held[rank.rank :: rank.world_size]
     batch = MicroBatch(own[:, :-1], own[:, 1:].contiguous())
     found: dict[str, Any] = {}
-    for name in [BASE, *registry.names("compressor")]:
+    for name in [BASE, *registry.names("compressor"), *(name for name in VARIANTS if "every" in comm_of(name))]:
         found[name] = []
         for seed in SEEDS:
-            trained = Trained(name, model, rank, seed)
+            trained = Trained(name, model, rank, seed, steps)
             for number in range(1, steps + 1):
                 lr = 2e-3 * min(1.0, number / 30) * max(0.1, 1 - 0.9 * number / steps)
                 trained(batch_of(data, rank, 10**6 * seed + number), lr, number)

@@ -1,11 +1,15 @@
 """Recovery from a fault: seconds to the first new step, and steps lost, of raydist, plain Ray Train and torchrun --max-restarts.
 
-    python benchmarks/recovery.py [--rounds 3] [--faults kill stop]
+    python benchmarks/recovery.py [--rounds 3] [--faults kill stop] [--meshes]
 
 Two gloo ranks of one thread train the same model; a checkpoint every 20 steps; rank 1 gets SIGKILL or SIGSTOP in its 30th step.
 The peers run one after another, in a rotated order each round. The time is from the signal to the end of rank 0's first step in
 its new process, measured in the model's forward, the same for all; `lost` are the steps that are trained again. A peer that has
 not recovered after 60 s, or that gives up, counts as 60.
+
+With `--meshes` raydist alone: four ranks of ddp, tensor 2 x pipeline 2, dp 2 x tensor 2 and dp 2 x pipeline 2, of a GPT with
+checkpoints every 20 steps, in which rank 1 gets a fault in step 30. The time is from the fault to the end of the first new step, by
+the events of the run; the ratio over ddp is of the same round.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
@@ -166,12 +171,74 @@ def repeated(storage: str) -> int:
     sys.exit("raydist reported no first step after the fault")
 
 
+MESHES: dict[str, dict[str, int]] = {
+    "ddp": {},
+    "tensor 2 x pipeline 2": {"tensor": 2, "pipeline": 2},
+    "dp 2 x tensor 2": {"tensor": 2},
+    "dp 2 x pipeline 2": {"pipeline": 2},
+}
+MESH_JOB = {
+    "name": "mesh",
+    "model": {"layers": 4, "width": 128, "heads": 4, "context": 128},
+    "data": {"source": "python-stdlib"},
+    "train": {"steps": STEPS, "global_batch": 16, "micro_batch": 2},
+    "checkpoint": {"every": EVERY},
+    "eval": {"every": None},
+    "cluster": {"workers": 4, "cpus_per_worker": 0.5},
+}
+
+
+def of_mesh(mesh: str, fault: str, storage: str) -> dict[str, float]:
+    """One run on a mesh with one fault: seconds to the first new step, and steps lost."""
+    from raydist.run.directory import RunDir
+    from raydist.run.log import read_events
+
+    env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    env.pop("RAY_ADDRESS", None)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "job.yaml").write_text(yaml.safe_dump({**MESH_JOB, "parallel": MESHES[mesh]}))
+        kind = {"kill": "kill", "stop": "suspend"}[fault]
+        Path(folder, "faults.yaml").write_text(yaml.safe_dump([{"fault": kind, "rank": 1, "step": AT}]))
+        asked = [str(BIN / "raydist"), "train", "job.yaml", "--fresh", "--storage", storage, "--address", "local"]
+        done = subprocess.run([*asked, "--faults", "faults.yaml"], cwd=folder, env=env, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{mesh}: {done.stderr[-3000:]}")
+    events = read_events(RunDir(f"{storage}/mesh"))
+    begun = next(e.at for e in events if e.kind == "fault")
+    back = next(e for e in events if e.kind == "first_step" and e.data["attempt"] == 2)
+    return {"seconds": back.at - begun, "lost": back.data["repeated_steps"]}
+
+
+def meshes(rounds: int, faults: list[str]) -> None:
+    """Runs them in a rotated order each round, prints the table, writes results/recovery_mesh.json."""
+    names, found = [*MESHES], list[dict[str, dict[str, dict[str, float]]]]()
+    with tempfile.TemporaryDirectory() as storage:
+        for i in range(rounds):
+            turn = names[i % len(names) :] + names[: i % len(names)]
+            found.append({fault: {mesh: of_mesh(mesh, fault, storage) for mesh in turn} for fault in faults})
+            print(f"round {i + 1}: {found[-1]}", flush=True)
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    print(f"\n{'fault':6s} {'mesh':22s} {'seconds':>8s} {'/ddp':>6s} {'lost':>5s}")
+    for fault in faults:
+        for mesh in names:
+            seconds = statistics.median(r[fault][mesh]["seconds"] for r in found)
+            ratio = statistics.median(r[fault][mesh]["seconds"] / r[fault]["ddp"]["seconds"] for r in found)
+            lost = statistics.median(r[fault][mesh]["lost"] for r in found)
+            table.setdefault(fault, {})[mesh] = {"seconds": seconds, "over_ddp": ratio, "lost": lost}
+            print(f"{fault:6s} {mesh:22s} {seconds:8.2f} {ratio:6.3f} {lost:5.0f}")
+    print(write("recovery_mesh", {"rounds": found, "medians": table}))
+
+
 def main() -> None:
     """Runs, prints the table, writes results/recovery.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--faults", nargs="+", choices=list(SIGNALS), default=list(SIGNALS))
+    parser.add_argument("--meshes", action="store_true", help="meshes of four ranks beside ddp")
     options = parser.parse_args()
+    if options.meshes:
+        meshes(options.rounds, options.faults)
+        return
     rounds: list[dict[str, dict[str, dict[str, float]]]] = []
     with tempfile.TemporaryDirectory() as storage:
         warm = [*command("raydist", f"{storage}/warm", storage), "--until", "1"]

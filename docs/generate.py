@@ -37,7 +37,7 @@ def kind(prop: dict[str, Any], defs: dict[str, Any]) -> str:
     words = {"number": "number", "integer": "whole number", "boolean": "true or false", "string": "text", "null": "null",
              "array": "list", "object": "fields"}  # fmt: skip
     limits = [
-        f"{sign} {prop[key]:g}"
+        f"{sign} {prop[key]:{',d' if isinstance(prop[key], int) and prop[key] > 9999 else 'g'}}"
         for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
         if key in prop and abs(prop[key]) < 2**53
     ]
@@ -114,6 +114,7 @@ def cli_reference() -> str:
         "| 0 | done |",
         "| 2 | the request cannot be carried out; nothing was started |",
         "| 3 | the training stopped; the message has the root cause |",
+        "| 70 | an error of raydist itself; the message names a file with its traceback |",
         "| 130, 143 | interrupted by SIGINT or SIGTERM |",
     ]
     return "\n".join(head + commands(typer.main.get_command(app), "raydist")) + "\n"

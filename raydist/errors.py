@@ -15,7 +15,7 @@ Runs anywhere. Imports nothing of raydist except what removes secrets and contro
     ├── CheckpointError               3
     │   ├── CheckpointCorrupt         a file is missing or truncated, or its hash differs from the manifest
     │   │   └── CheckpointTooNew      the manifest's version is newer than this raydist knows
-    │   ├── CheckpointNotFound        no committed checkpoint can be read (also a LookupError)
+    │   ├── CheckpointNotFound        2: no committed checkpoint, or none of that step (also a LookupError)
     │   └── SpecChanged               2: a resumed run would give other results than the original
     ├── QuantizationRefused           3: quantised weights lose more than was allowed
     ├── TraceFailed                   3: a running job returned no trace, or only a part
@@ -116,7 +116,9 @@ class CheckpointTooNew(CheckpointCorrupt):
 
 
 class CheckpointNotFound(CheckpointError, LookupError):
-    """No committed checkpoint can be read."""
+    """No checkpoint is committed, or none of the step that was asked for."""
+
+    exit_code = 2
 
 
 class SpecChanged(CheckpointError):

@@ -41,6 +41,8 @@ class StrategyPlan:
     `bucketed`: `parallel.bucket_mb` sets the size of its gradient buckets.
     `compresses`: it sends gradients as `comm.compress` says.
     `parts`: it sums gradients along the tree of `train.virtual_ranks`.
+    `local_steps`: it goes with `comm.every`: of the replicas that then train apart, which are its `group`s or else single ones,
+    each has a strategy of its own, with a mesh of that replica alone.
     """
 
     sharded: tuple[State, ...] = ()
@@ -50,6 +52,7 @@ class StrategyPlan:
     bucketed: bool = False
     compresses: bool = False
     parts: bool = False
+    local_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +74,12 @@ class CompressorPlan:
     """What a compressor does by default, and what it sends.
 
     `feedback`: what it loses of a gradient is added to the next one, unless the job says otherwise. `bits`: that it sends for each
-    gradient with its default options, about.
+    gradient with its default options, about. `outer`: it may round outer gradients (`comm.every`), without error feedback.
     """
 
     feedback: bool = False
     bits: float = 32.0
+    outer: bool = False
 
 
 def strategy_plan(name: str) -> StrategyPlan | None:

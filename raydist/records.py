@@ -38,6 +38,9 @@ class StepRecord:
     expert of a layer over the mean, for the worst layer, and `exchanged_bytes` what all ranks sent to others' experts and back.
     With compressed gradients, on rank 0: `residual_norm` of what error feedback keeps, None without it; `compression_error`, the
     norm of what was lost over that of what was compressed; `sent_bytes` for sums of gradients, and `saved_bytes` against fp32.
+    Where replicas train apart (`comm.every`), `grad_norm` is the mean of their norms; `local_step`, whether no outer step started
+    or arrived after this step; of the last one that arrived, on rank 0, `sync_seconds` that training waited for it, and
+    `sync_bytes` that were sent for it.
     """
 
     step: int
@@ -57,6 +60,9 @@ class StepRecord:
     compression_error: float | None = None
     sent_bytes: int | None = None
     saved_bytes: int | None = None
+    local_step: bool | None = None
+    sync_seconds: float | None = None
+    sync_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict of the fields, in order."""

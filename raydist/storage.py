@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,17 @@ if TYPE_CHECKING:
 
 _TEMPORARY = ".tmp-"
 _LIST_TRIES = 10
+MOST_READ = 1 << 30
+"""Bytes of a file that `read` reads at once; tensors and tokens are read in pieces."""
+
+
+NO_FOLDER = frozenset(
+    [
+        errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT,
+        errno.EINVAL,
+    ]
+)  # fmt: skip
+"""Errors of a path at which no folder can be made, however often it is tried."""
 
 
 class Sink(Protocol):
@@ -215,6 +227,7 @@ class Storage:
     def read(self, name: str) -> bytes:
         """A whole file. Raises FileNotFoundError if it is missing, for callers that expect this."""
         try:
+            self._check_kind(name, MOST_READ)
             with self.fs.open_input_stream(self.path(name), compression=None) as stream:
                 return bytes(stream.read())
         except FileNotFoundError:
@@ -225,11 +238,23 @@ class Storage:
     def open(self, name: str) -> pa.NativeFile:
         """Opens a file for reading at any position. Raises FileNotFoundError if it is missing."""
         try:
+            self._check_kind(name)
             return self.fs.open_input_file(self.path(name))
         except FileNotFoundError:
             raise
         except OSError as error:
             raise self._failed("open", name, error) from error
+
+    def _check_kind(self, name: str, most: int = 1 << 62) -> None:
+        """Opening a FIFO waits for its writer, and a device may have no end. Raises OSError."""
+        if self.local is not None:
+            facts = os.stat(self._local_path(name))
+            if not stat.S_ISREG(facts.st_mode) and not stat.S_ISDIR(facts.st_mode):
+                raise StorageError(f"cannot read {self.uri}/{name}: it is not a regular file", "remove it")
+            if facts.st_size > most:
+                raise StorageError(
+                    f"cannot read {self.uri}/{name}: it has more than {most >> 30} GiB, the limit", "move it away"
+                )
 
     def size(self, name: str) -> int | None:
         """Size of a file in bytes; None if it does not exist."""

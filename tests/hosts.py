@@ -162,7 +162,7 @@ class Host:
         env = {"NAME": self.name, "HOSTS_FILE": f"127.0.0.1 localhost\n::1 localhost\n{table}"}
         self._inside = inside = _Namespaces(_INIT, env, self._hosts.switch)
         self._network = os.open(f"/proc/{inside.init}/ns/net", os.O_RDONLY)
-        port, limit = self._port, f"root tbf rate {self._hosts.rate} burst {_BURST} latency {_LATENCY}"
+        port, limit = self._port, f"root tbf rate {self._hosts.rate} burst {self._hosts.burst} latency {_LATENCY}"
         limited = self._hosts.rate is not None
         self._hosts.switch.network(
             "ip",
@@ -269,13 +269,13 @@ class Host:
 
 class Hosts:
     """`n` hosts on one switch, as a context manager. `rate` is each link's in either direction, in the notation of `tc`; None:
-    unlimited.
+    unlimited. `burst`: bytes that a link sends at once after it was idle, in the same notation.
 
     hosts[0].run(["ping", hosts[1].name]). Raises needs.Missing where this machine does not allow creating hosts.
     """
 
-    def __init__(self, n: int, rate: str | None = "1gbit") -> None:
-        self.rate = rate
+    def __init__(self, n: int, rate: str | None = "1gbit", burst: str = _BURST) -> None:
+        self.rate, self.burst = rate, burst
         self._hosts = [Host(self, i) for i in range(n)]
 
     def __enter__(self) -> Hosts:

@@ -28,7 +28,18 @@ LAYERS = [
     {"spec"},
     {"run"},
     {"registry", "extension_plans", "storage", "remote_filesystem"},
-    {"records", "errors", "redact", "printable", "private_files", "pysource", "cgroups", "__init__", "__version__"},
+    {
+        "records",
+        "errors",
+        "redact",
+        "printable",
+        "private_files",
+        "parsing",
+        "pysource",
+        "cgroups",
+        "__init__",
+        "__version__",
+    },
 ]
 MODULES = sorted(ROOT.rglob("*.py"))
 

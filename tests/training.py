@@ -20,9 +20,10 @@ from raydist.planner.estimate import shard_of
 from raydist.planner.facts import Machine
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms
-from raydist.worker.build import build_strategy, divide_into_parts
+from raydist.worker.build import build_strategy, divide_into_parts, replica
 from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import Compression
+from raydist.worker.comm.outer.hook import Outer
 from raydist.worker.dataloader import own_tokens
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
@@ -147,7 +148,8 @@ class Trainer:
         if spec.train.compile:
             torch.compiler.reset()  # a rank that was used before would compile for the shapes that it saw then
         self.rank, self.spec, self.mesh = rank, spec, Mesh.of(spec, rank)
-        self.strategy = build_strategy(spec, self.mesh)
+        self.replica = replica(spec, self.mesh)
+        self.strategy = build_strategy(spec, self.replica or self.mesh)
         self.parts = divide_into_parts(spec, self.mesh, self.strategy)
         build = registry.load("model", spec.model.name)
         later = self.strategy.takes_meta and model is None and getattr(build, "takes_meta", False)
@@ -185,6 +187,7 @@ class Trainer:
         self.loads = ExpertLoads(parts_of(self.model), rank, None, None)
         self.before_update: Callable[[], object] = lambda: None
         self.parameters = gather_parameters(shards, rank)
+        self.outer = Outer(spec.comm, self.replica, shards, spec.train.total(1)) if self.replica else None
         self.compression = (
             Compression(reducers_of(self.strategy), self.precision, rank) if spec.comm.compresses else None
         )
@@ -193,12 +196,14 @@ class Trainer:
             self.strategy,
             self.optimizer,
             self.precision,
-            parameters=self.parameters,
+            parameters=self.parameters.apart(self.replica.copy) if self.replica else self.parameters,
             split=self.split,
+            replica=self.replica,
             full_tokens=full,
             clip=spec.optim.clip,
             hooks=[
                 *([self.compression] if self.compression else []),
+                *([self.outer] if self.outer else []),
                 *([self.loads] if self.loads.counts else []),
                 ForwardSeeds(parts_of(self.model), 7, rank.device, by_block=spec.train.compile is not True),
                 BeforeUpdate(lambda: self.before_update()),

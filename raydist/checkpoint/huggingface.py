@@ -5,7 +5,6 @@ Runs in: the driver, before any worker starts, and in each rank, which opens the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raydist.errors import UserError
+from raydist.parsing import parse_json
 from raydist.spec.huggingface import HuggingFace, Piece, format_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def weight_files(folder: Path) -> list[str]:
             else "give a folder with weights",
         )
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: is not an index of tensors: {error}", "download the file again") from error
     for name in names:

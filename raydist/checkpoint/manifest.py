@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import xxhash
 
 from raydist.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointTooNew
+from raydist.parsing import parse_json
 from raydist.run.directory import RunDir, manifest_attempt, step_folder
 from raydist.storage import Storage, inside
 
@@ -28,6 +29,8 @@ VERSION = 2
 EVAL = "EVAL.json"
 """Beside the manifest, which never changes: the eval loss, where it became known after the commit."""
 READ_BYTES = 8 << 20
+SHOWN = 10
+"""Steps that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,26 +110,62 @@ class Manifest:
         a version that this raydist does not know.
         """
         try:
-            body = json.loads(data)
-        except ValueError as error:  # UnicodeDecodeError is one
+            body = parse_json(data)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError("is not JSON") from error
         if not isinstance(body, dict) or canonical(body) != data:
             raise ValueError("is not in canonical form")
         claimed = body.pop("xxh3", None)
         if claimed != xxhash.xxh3_128_hexdigest(canonical(body)):
             raise ValueError("does not have the hash that it claims")
-        if body["version"] not in range(1, VERSION + 1):
+        if body.get("version") not in range(1, VERSION + 1):
             raise CheckpointTooNew(
-                f"has version {body['version']}; this raydist reads versions 1 to {VERSION}",
+                f"has version {body.get('version')!r:.40}; this raydist reads versions 1 to {VERSION}",
                 "use the raydist that wrote it, or newer",
             )
+        try:
+            return cls._of(body)
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            AssertionError,
+            ValueError,
+        ) as error:  # it has a hash, and yet other fields
+            raise ValueError(f"is no manifest: {type(error).__name__}: {error}") from None
+
+    @classmethod
+    def _of(cls, body: dict[str, Any]) -> Manifest:
         body.setdefault("mesh", {})
         body["files"] = {inside(name): FileEntry(*entry) for name, entry in body["files"].items()}
         body["tensors"] = {
             name: TensorEntry(dtype, tuple(shape), tuple(Chunk(tuple(o), tuple(s), *place) for o, s, *place in chunks))
             for name, (dtype, shape, chunks) in body["tensors"].items()
         }
-        return cls(**{f.name: body[f.name] for f in fields(cls)})
+        found = cls(**{f.name: body[f.name] for f in fields(cls)})
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """Raises ValueError for values of other types: who wrote it may have computed the hash, too."""
+        numbers = [self.step, self.world_size, self.attempt, *self.mesh.values()]
+        for shard in self.files.values():
+            numbers.append(shard.bytes)
+        texts = [self.spec_hash, *self.versions.values(), *(f.xxh3 for f in self.files.values())]
+        for entry in self.tensors.values():
+            texts.append(entry.dtype)
+            numbers += entry.shape
+            for chunk in entry.chunks:
+                numbers += [*chunk.offsets, *chunk.sizes, chunk.start, chunk.length]
+                texts.append(chunk.file)
+        if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+            raise ValueError("a step, a size or an offset is not a number")
+        if any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in (self.saved_at, self.eval_loss or 0.0)):
+            raise ValueError("a time or a loss is not a number")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a hash, a dtype, a version or a file is not text")
+        if not isinstance(self.plain, dict) or not isinstance(self.numbers, dict):
+            raise ValueError("plain or numbers is not a mapping")
 
 
 def mesh_of(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -160,8 +199,7 @@ def read(run: RunDir, step: int, name: str | None = None) -> Manifest:
             raise FileNotFoundError
         data = run.storage.read(path(step, name))
     except FileNotFoundError:
-        steps = ", ".join(map(str, run.committed())) or "none"
-        raise CheckpointNotFound(f"{run.uri}: no checkpoint of step {step}", f"committed steps: {steps}") from None
+        raise no_checkpoint(run, step, run.committed()) from None
     try:
         found = Manifest.loads(data)
         if found.step != step:
@@ -176,6 +214,13 @@ def read(run: RunDir, step: int, name: str | None = None) -> Manifest:
     return replace(found, eval_loss=late) if late is not None else found
 
 
+def no_checkpoint(run: RunDir, step: int, committed: Sequence[int]) -> CheckpointNotFound:
+    """The error for a step that is not committed."""
+    last = ", ".join(map(str, committed[-SHOWN:])) or "none"
+    more = f", and {len(committed) - SHOWN} before" if len(committed) > SHOWN else ""
+    return CheckpointNotFound(f"{run.uri}: no checkpoint of step {step}", f"committed steps: {last}{more}")
+
+
 _MENDING = (
     "`raydist checkpoint verify` lists every bad file; a resumed run continues from the checkpoint before this one"
 )
@@ -183,9 +228,9 @@ _MENDING = (
 
 def _late_eval(storage: Storage, step: int) -> float | None:
     try:
-        body = json.loads(storage.read(path(step, EVAL)))
+        body = parse_json(storage.read(path(step, EVAL)))
         return float(body["eval_loss"]) if body["step"] == step else None
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):
         # It is written atomically and is not part of the state: the checkpoint is good without it.
         return None
 

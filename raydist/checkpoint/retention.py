@@ -9,17 +9,18 @@ Leases and marks expire, in case their process died. These are files: it works o
 
 from __future__ import annotations
 
-import json
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
 
 from raydist.checkpoint import manifest
 from raydist.checkpoint.manifest import path
 from raydist.errors import CheckpointNotFound, StorageError
+from raydist.parsing import parse_json
 from raydist.run.directory import CHECKPOINTS, RunDir, manifest_attempt, step_folder
 from raydist.storage import Storage
 
@@ -27,7 +28,9 @@ LEASE, MARK = "lease-", "PRUNING"
 _WRITTEN = re.compile(r"(?:\.tmp-)?(?:shard-\d+-of-\d+-|MANIFEST-)(\d+)\b.*")
 """A shard or a manifest, finished or not: the number is the attempt's."""
 LEASE_S, MARK_S = 3600.0, 60.0
-"""How long a lease and a mark are valid. No read of a checkpoint, and no check for leases, takes that long."""
+"""How long a lease and a mark are valid. No check for leases takes that long, and no restore of a checkpoint; other readers renew
+their lease every RENEW_S."""
+RENEW_S = 600.0
 
 
 class Lease:
@@ -37,17 +40,23 @@ class Lease:
         """Raises CheckpointNotFound if that checkpoint is being pruned."""
         self._storage = run.storage
         self._name: str | None = path(step, f"{LEASE}{uuid.uuid4().hex[:12]}")
-        gone = CheckpointNotFound(f"{run.uri}: the checkpoint of step {step} was just pruned", "take a newer one")
-        if run.manifest(step) is None:
-            raise gone
+        steps = run.committed()
+        if step not in steps:
+            raise manifest.no_checkpoint(run, step, steps)
+        gone = CheckpointNotFound(f"{run.uri}: the checkpoint of step {step} is being pruned", "take a newer one")
         try:
-            run.storage.write(self._name, manifest.canonical({"until": time.time() + LEASE_S}))
+            self.renew()
         except StorageError:
             # A reader without write permission reads without protection; docs/explanation/checkpoints.md says so.
             self._name = None
         if _fresh(run.storage, path(step, MARK)) or run.manifest(step) is None:
             self.release()
             raise gone
+
+    def renew(self) -> None:
+        """It is valid for LEASE_S from now. Raises StorageError."""
+        if self._name is not None:
+            self._storage.write(self._name, manifest.canonical({"until": time.time() + LEASE_S}))
 
     def release(self) -> None:
         """Deletes the lease. A second call does nothing."""
@@ -58,11 +67,21 @@ class Lease:
 
 @contextmanager
 def leased(run: RunDir, step: int) -> Iterator[None]:
-    """For the time of reading a checkpoint. Raises CheckpointNotFound if it is being pruned."""
-    lease = Lease(run, step)
+    """For the time of reading a checkpoint, however long. Raises CheckpointNotFound if it is being pruned."""
+    lease, ended = Lease(run, step), threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(RENEW_S):
+            with suppress(StorageError):  # it is tried again long before the lease expires
+                lease.renew()
+
+    renewing = threading.Thread(target=renew, name="raydist-lease", daemon=True)
+    renewing.start()
     try:
         yield
     finally:
+        ended.set()
+        renewing.join()  # a renewal in progress would write a released lease again
         lease.release()
 
 
@@ -146,6 +165,6 @@ def _remove(storage: Storage, step: int, attempt: int | None) -> bool:
 
 def _fresh(storage: Storage, name: str) -> bool:
     try:
-        return float(json.loads(storage.read(name))["until"]) > time.time()
-    except FileNotFoundError:
+        return float(parse_json(storage.read(name))["until"]) > time.time()
+    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):  # both are written as a whole
         return False

@@ -8,13 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import yaml
-
 from raydist.checkpoint import manifest
 from raydist.checkpoint.manifest import Manifest
 from raydist.errors import CheckpointError, UserError
-from raydist.run.directory import SPEC, RunDir, resolve, step_folder
-from raydist.spec import JobSpec
+from raydist.run.directory import RunDir, resolve, step_folder
+from raydist.spec import JobSpec, read_stored
 from raydist.spec.huggingface import format_of
 
 MODEL = "model/"
@@ -38,7 +36,7 @@ def pinned(job: JobSpec, own: RunDir, storage: str, fresh: bool = False) -> JobS
     checkpoint, or if its tensors are others.
     """
     if not fresh and own.exists() and own.committed():
-        recorded = (yaml.safe_load(own.storage.read(SPEC)) or {}).get("init_from")
+        recorded = read_stored(own.storage).init_from
         return job.model_copy(update={"init_from": recorded})
     if job.init_from is None:
         return job

@@ -67,6 +67,7 @@ def verify(
         int | None,
         typer.Option(min=1, help="With --replay: workers, on this machine; default: 1, or 2 if 1 trained them."),
     ] = None,
+    trust: options.Trust = False,
     storage: options.Storage = None,
     as_json: _Json = False,
 ) -> None:
@@ -81,7 +82,7 @@ def verify(
     if workers is not None and replay is None:
         raise UsageError("--workers: bytes are checked without workers", "give --replay STEPS, too")
     if replay is not None:
-        _replay(folder, replay, step, workers, as_json)
+        _replay(folder, replay, step, workers, trust, as_json)
         return
     steps = folder.committed() if step is None else [step]
     checked: list[dict[str, Any]] = []
@@ -106,12 +107,12 @@ def verify(
         raise typer.Exit(3)
 
 
-def _replay(folder: RunDir, steps: int, step: int | None, workers: int | None, as_json: bool) -> None:
+def _replay(folder: RunDir, steps: int, step: int | None, workers: int | None, trust: bool, as_json: bool) -> None:
     from dataclasses import asdict
 
     from raydist.launch.replay import replay
 
-    made = replay(folder, steps, step, workers)
+    made = replay(folder, steps, step, workers, trust)
     if as_json:
         print(json.dumps(asdict(made)))
     else:
@@ -157,12 +158,9 @@ def prune(
 
 def _keep(run: RunDir) -> int:
     """`checkpoint.keep` of the run's own spec."""
-    import yaml
+    from raydist.spec import read_stored
 
-    from raydist.run.directory import SPEC
-    from raydist.spec import parse
-
-    return parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}").checkpoint.keep
+    return read_stored(run.storage).checkpoint.keep
 
 
 @app.command()

@@ -217,6 +217,7 @@ def _print(
         "sources": list(index.sources),
         "eval_fraction": index.eval_fraction,
         "column": index.column,
+        "block_hashes": index.has_block_hashes,
     }
     if index.chat is not None:
         facts["chat"] = index.chat.to_dict()
@@ -237,6 +238,8 @@ def _print(
             f"{len(split.shards)} shards"
         )
     print(f"  unigram    {index.unigram_nats:.3f} nats per byte, on the eval split")
+    if not index.has_block_hashes:
+        print("  hashes     none of blocks: an older version prepared it, and changes are not noticed while training")
     if index.chat is not None:
         print(f"  loss on    {'what the assistant says' if index.chat.loss_on == 'completions' else 'all tokens'}")
     if counted is not None:

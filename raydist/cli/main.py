@@ -2,7 +2,8 @@
 
 Runs in: the user's shell. Must stay light: `raydist --help` answers in half a second.
 
-0: success. 2: invalid request; nothing was started. 3: the training stopped. 130, 143: interrupted by SIGINT or SIGTERM.
+0: success. 2: invalid request; nothing was started. 3: the training stopped. 70: an error of raydist itself (crash.py).
+130, 143: interrupted by SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from raydist.cli import (
     bench,
     checkpoint,
     convert,
+    crash,
     data,
     doctor,
     evaluate,
@@ -41,8 +43,9 @@ from raydist.cli import (
     train,
     watch,
 )
+from raydist.cli.options import bounded
 from raydist.cluster.head_monitor import leave
-from raydist.errors import RaydistError
+from raydist.errors import RaydistError, StorageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a write to stdout if that is a file: disk full, quota exceeded, I/O error."""
@@ -107,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     except RaydistError as error:
         print(f"raydist: {error}", file=sys.stderr)
         parent.tell(error)
-        leave(error.exit_code)
+        leave(2 if isinstance(error, StorageError) and not _started(arguments) else error.exit_code)
     except SystemExit as ended:
         if isinstance(ended.code, int):
             leave(ended.code)
@@ -121,11 +124,13 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(0)
     except OSError as error:
         if error.errno not in _FULL or error.filename is not None:
-            raise
+            leave(crash.report(error))
         # The buffer cannot be written: without this, Python would report the error again at exit.
         sys.stdout = None
         print(f"raydist: stdout cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(3)
+    except Exception as error:
+        leave(crash.report(error))
 
 
 _READING = frozenset(
@@ -152,7 +157,7 @@ def _set_imports(arguments: list[str]) -> None:
     """A command that trains or plans may import the user's modules from the working directory, after the installed packages."""
     here = os.getcwd()
     sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
-    command = next((argument for argument in arguments if not argument.startswith("-")), "")
+    command = _command(arguments)
     of_run = command == "doctor" and not any(argument.endswith((".yaml", ".yml")) for argument in arguments)
     trusted = not (command in _READING or of_run) or "--trust" in arguments
     registry.trust(trusted)
@@ -162,10 +167,22 @@ def _set_imports(arguments: list[str]) -> None:
         sys.path.append(here)
 
 
+def _command(arguments: list[str]) -> str:
+    return next((argument for argument in arguments if not argument.startswith("-")), "")
+
+
+def _started(arguments: list[str] | None) -> bool:
+    """Whether the command may have started something that storage has then stopped."""
+    words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not word.startswith("-")]
+    return words[:1] in (["train"], ["submit"], ["bench"]) or (
+        words[:1] == ["sweep"] and words[1:2] not in (["results"], ["best"], ["report"])
+    )
+
+
 def _run(arguments: list[str] | None) -> None:
     """Runs the command and flushes stdout."""
     try:
-        app(arguments)
+        bounded(typer.main.get_command(app))(arguments)
     except SystemExit:
         if sys.stdout is not None:
             sys.stdout.flush()

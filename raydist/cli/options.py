@@ -5,10 +5,15 @@ Runs in: the user's shell. Must stay light.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from raydist.errors import UsageError
 
 Overrides = Annotated[
     list[str] | None,
@@ -52,4 +57,30 @@ Trust = Annotated[
         "--trust", help="Run the code of your own that the run's spec names, such as its model: package.module:name."
     ),
 ]
+
+
+_MOST = (1 << 63) - 1
+
+
+def bounded(command: Any) -> Any:
+    """The command of typer, whose options, and those of its sub-commands, refuse numbers that the machine does not compute with."""
+    for inner in getattr(command, "commands", {}).values():
+        bounded(inner)
+    if command.callback is not None:
+        command.callback = _checked(command.callback)
+    return command
+
+
+def _checked(callback: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(callback)
+    def call(**options: Any) -> Any:
+        for name, value in options.items():
+            if isinstance(value, (int, float)) and (not math.isfinite(value) or abs(value) > _MOST):
+                shown = f"--{name.replace('_', '-')} {value!s:.40}"
+                raise UsageError(f"{shown}: is not a number of 64 bits", "give another one")
+        return callback(**options)
+
+    return call
+
+
 LastJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON on stdout at the end.")]

@@ -187,7 +187,7 @@ def searched(
             {
                 "mesh": {
                     **{name: getattr(one.spec.parallel, name) for name in ("tensor", "pipeline", "chunks")},
-                    "micro_batch": one.spec.train.micro_batch,
+                    "micro_batch": one.spec.largest_pass[0],
                 },
                 "set": one.changes,
                 **_rank(one.estimate, machine, one.spec),

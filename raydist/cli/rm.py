@@ -137,13 +137,14 @@ def _stays(folder: RunDir | SweepDir) -> tuple[str, ...]:
     """One line per storage that keeps copies of its checkpoints."""
     import yaml
 
+    from raydist.parsing import parse_yaml
     from raydist.run.directory import SPEC, RunDir
     from raydist.run.sweep_directory import BASE
 
     try:
-        spec = yaml.safe_load(folder.storage.read(SPEC if isinstance(folder, RunDir) else BASE))
-        replicas = (spec.get("checkpoint") or {}).get("replicas") or []
-    except (OSError, AttributeError, yaml.YAMLError):
+        spec = parse_yaml(folder.storage.read(SPEC if isinstance(folder, RunDir) else BASE))
+        replicas = list((spec.get("checkpoint") or {}).get("replicas") or [])
+    except (OSError, AttributeError, TypeError, ValueError, yaml.YAMLError):
         return ()
     return tuple(f"copies of its checkpoints in {replica} are kept" for replica in replicas)
 

@@ -34,10 +34,10 @@ def sample(
     ],
     storage: options.Storage = None,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.8,
+    tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, max=1e6, help="0: always the most likely token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many most likely tokens.")] = 50,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="The same seed gives the same text.")] = 0,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; default: the newest.")] = None,
     chat: Annotated[
         bool,
@@ -66,18 +66,16 @@ def sample(
         tokenizer = exported.tokenizer()
         _print(exported.model, tokenizer, tokenizer.end, prompt, tokens, temperature, top_k, seed)
         return
-    import yaml
-
     folder = resolve(run, storage)
 
     from raydist import registry
     from raydist.data.dataset import TokenDataset
-    from raydist.spec import parse
+    from raydist.spec import read_stored
     from raydist.worker.checkpoint import restore
     from raydist.worker.checkpoint.restored_model import restored_model
 
     registry.trust(trust)
-    spec = parse(yaml.safe_load(folder.storage.read(SPEC)), source=f"{folder.uri}/{SPEC}")
+    spec = read_stored(folder.storage)
     manifest = restore.choose(folder, step=step)
     if manifest is None:
         raise CheckpointNotFound(

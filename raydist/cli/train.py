@@ -130,6 +130,11 @@ def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, in
 
     with data_progress(starting.hide) as report:
         dataset = TokenDataset(open_or_prepare(job.data, home, report))
+    if not dataset.index.has_block_hashes:
+        starting.note(
+            f"raydist: {dataset.uri} has no hashes of blocks, as an older version prepared it: a changed byte is not noticed "
+            "while training; `raydist data verify` finds it"
+        )
     job.model.rows(dataset.vocab_size)
     batches = batches_of(job, training_samples(job, dataset), dataset.fingerprint)
     return dataset, job.train.total(batches.steps_per_epoch)
@@ -138,8 +143,9 @@ def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, in
 def _already(
     run: RunDir, job: JobSpec, fingerprint: str, total: int, until: int | None, allow_spec_change: bool
 ) -> str | None:
-    """A message if nothing is left to train, else None. Raises SpecChanged for a run with other numbers, or with more steps."""
-    from raydist.checkpoint import manifest
+    """A message if nothing is left to train, else None. Raises SpecChanged for a run with other numbers, or with more steps, and
+    UserError for adapters whose base has changed."""
+    from raydist.checkpoint import base_weights, manifest
     from raydist.run.status import read_state
     from raydist.worker.checkpoint import numbers
 
@@ -154,6 +160,7 @@ def _already(
         return f"run {run.name} is finished: {newest.step} steps, in {run.uri}"
     if until is not None and newest.step >= until:
         return f"run {run.name} is at step {newest.step} already, in {run.uri}"
+    base_weights.check_early(job, newest)
     return None
 
 

@@ -31,6 +31,13 @@ class HeadMonitor:
         """Seconds since the head last answered."""
         return time.monotonic() - self._last_answer
 
+    dead, patience_s = False, 0.0
+    """A cluster's head may come back."""
+
+    def why(self, seconds: float) -> str:
+        """What is wrong, for a run's cause."""
+        return f"Ray's head at {self.address} has not answered for {seconds:.0f} s"
+
     def close(self) -> None:
         """Stops the checks."""
         self._closed.set()

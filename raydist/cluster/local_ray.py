@@ -98,6 +98,12 @@ def running(temp_dir: Path, *, object_store_bytes: int, metrics_port: int | None
         _sweep(temp_dir)
 
 
+def pids(node: Any) -> dict[str, int]:
+    """ "GCS" and "raylet" -> the pid of its process, a child of this one."""
+    running = node.all_processes
+    return {"GCS": running["gcs_server"][0].process.pid, "raylet": running["raylet"][0].process.pid}
+
+
 def _sweep(temp_dir: Path) -> None:
     """Kills the remaining processes of a Ray whose raylet is gone: sometimes an actor hangs forever in its own shutdown.
 
@@ -107,8 +113,16 @@ def _sweep(temp_dir: Path) -> None:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
             of_ray = _OF_RAY.search((process / "cmdline").read_bytes()) and process.name != str(os.getpid())
-            if of_ray and any(os.readlink(fd).startswith(inside) for fd in (process / "fd").iterdir()):
+            if of_ray and any(_target(fd).startswith(inside) for fd in (process / "fd").iterdir()):
                 os.kill(int(process.name), signal.SIGKILL)
+
+
+def _target(fd: Path) -> str:
+    """What a descriptor of a process names; "" if it has just been closed."""
+    try:
+        return os.readlink(fd)
+    except OSError:
+        return ""
 
 
 _OF_RAY = re.compile(rb"^ray::|/ray/")

@@ -16,12 +16,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-from raydist.cluster import authentication, head_monitor, package
+from raydist.cluster import authentication, head_monitor, package, private_head
 from raydist.cluster.head_monitor import speaks_grpc
 from raydist.errors import UserError
 from raydist.launch.fork_server import start_zygote
@@ -43,6 +43,8 @@ _PRIVATE_RAY = {
     # Ray's statistics about itself are for its dashboard and state API, which a private Ray does not have.
     "RAY_event_stats": "0",
     "RAY_task_events_report_interval_ms": "0",
+    # After 60 s without its GCS Ray would exit this process, without a message: cluster/private_head.py watches it instead.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
 }
 _NO_METRICS = {
     # The same for Prometheus metrics, unless the run exports to Prometheus.
@@ -71,6 +73,8 @@ class Session:
     resources: dict[str, float]
     temp_dir: Path
     job_id: str
+    processes: Mapping[str, int] = field(default_factory=dict)
+    """Of a private Ray: "GCS" and "raylet" -> pid."""
 
 
 def worker_environment(threads: int = 1) -> dict[str, str]:
@@ -162,9 +166,18 @@ def _private(
             local_ray.running(temp, object_store_bytes=_OBJECT_STORE_BYTES, metrics_port=metrics_port)
         )
         context = ray.init(address=node.address, log_to_driver=False, configure_logging=False)
-        stack.callback(_shut_down)
+        processes = local_ray.pids(node)
+        stack.callback(_leave_private, processes)
         os.environ["RAY_ADDRESS"] = node.address
-        yield _session(context.address_info, private=True, temp=temp)
+        yield replace(_session(context.address_info, private=True, temp=temp), processes=processes)
+
+
+def _leave_private(processes: Mapping[str, int]) -> None:
+    """Disconnects, unless a process that would have to answer has exited or been stopped."""
+    if not head_monitor.lost and all(map(private_head.well, processes.values())):
+        _shut_down()
+    else:
+        head_monitor.lost = True
 
 
 def _warm_up() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from raydist.errors import DataError
+from raydist.parsing import parse_json
 from raydist.registry import did_you_mean
 
 Message = Mapping[str, Any]
@@ -107,7 +108,7 @@ def chat_format(template: str | None, tokenizer: str, loss_on: LossOn) -> ChatFo
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        read = json.loads(path.read_bytes())
+        read = parse_json(path.read_bytes())
     except OSError:
         return {}
     except ValueError as error:

@@ -1,14 +1,16 @@
 """A prepared dataset, open for reading: its tokens, and the fixed-length windows that are its samples.
 
-Runs in each train worker (and anywhere else): numpy and pyarrow, no torch. Shards are memory-mapped and read without a copy. A
-dataset at a URI is read through a cache on local disk: because sample order is random over the whole split, each node soon needs
-every shard. A shard is downloaded as a whole, once per node, at its first use, and its hash is checked. The cache is
-$RAYDIST_CACHE or ~/.cache/raydist, by the dataset's fingerprint.
+Runs in each train worker (and anywhere else): numpy and pyarrow, no torch. Shards are memory-mapped and read without a copy. Each
+MiB of a shard is compared with its hash when a process first reads of it (docs/how-to/data.md has the cost). A dataset at a URI is
+read through a cache on local disk: because sample order is random over the whole split, each node soon needs every shard. It is
+downloaded as a whole, once per node, at its first use, and its hash is checked. The cache is $RAYDIST_CACHE or ~/.cache/raydist, by
+the dataset's fingerprint.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ import xxhash
 from raydist.data import index as indexes
 from raydist.data import tokenizers
 from raydist.data.batches import MASKED
-from raydist.data.index import COLUMN, COUNTS, DatasetIndex, Ends, Shard, Split
+from raydist.data.index import BLOCK, COLUMN, COUNTS, DIGITS, DatasetIndex, Ends, Shard, Split
 from raydist.data.locks import locked
 from raydist.data.order import IntArray
 from raydist.errors import DataError
@@ -81,6 +83,15 @@ class TokenDataset:
         return TokenSplit(self.storage, self.index, name)
 
 
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """A shard in memory: its tokens, all its bytes, and where in these the tokens begin."""
+
+    tokens: Tokens
+    raw: npt.NDArray[np.uint8]
+    at: int
+
+
 class TokenSplit:
     """All tokens of one split as one array, document after document, with an end token after each.
 
@@ -97,6 +108,8 @@ class TokenSplit:
         self._column = column
         self._storage, self._fingerprint = storage, index.fingerprint
         self._bounds = np.cumsum([0] + [s.tokens for s in self.shards], dtype=np.int64)
+        self._unread: dict[int, set[int] | None] = {}
+        """Opened shard -> its blocks that are not compared with their hashes yet; None: all are. Not of a shard without hashes."""
         self._open = lru_cache(maxsize=_OPEN_SHARDS)(self._map)
 
     def __len__(self) -> int:
@@ -115,8 +128,11 @@ class TokenSplit:
             return np.empty(0, dtype=self.dtype)
         parts = []
         for i in range(first, last + 1):
-            low = int(self._bounds[i])
-            parts.append(self._open(i)[max(start - low, 0) : stop - low])
+            low, high = int(self._bounds[i]), int(self._bounds[i + 1])
+            begin, end = max(start - low, 0), min(stop, high) - low
+            shard = self._open(i)
+            self._check(i, shard, np.array([begin]), end - begin)
+            parts.append(shard.tokens[begin:end])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def gather(self, starts: IntArray, length: int) -> Tokens:
@@ -127,11 +143,11 @@ class TokenSplit:
         first = np.searchsorted(self._bounds, starts, side="right") - 1
         inside = starts + length <= self._bounds[first + 1]
         if len(starts) and inside.all() and (first == first[0]).all():
-            return self._windows(int(first[0]), length)[starts - self._bounds[first[0]]]
+            return self._windows(int(first[0]), starts - self._bounds[first[0]], length)
         rows = np.empty((len(starts), length), dtype=self.dtype)
         for i in np.unique(first[inside]):
             mine = np.flatnonzero(inside & (first == i))
-            rows[mine] = self._windows(int(i), length)[starts[mine] - self._bounds[i]]
+            rows[mine] = self._windows(int(i), starts[mine] - self._bounds[i], length)
         for row in np.flatnonzero(~inside):
             rows[row] = self.read(int(starts[row]), int(starts[row]) + length)
         return rows
@@ -173,16 +189,46 @@ class TokenSplit:
         needed = {i for first, end in zip(*ends, strict=True) for i in range(int(first), int(end) + 1)}
         return [f"{self._storage.uri}/{self.shards[i].file}" for i in sorted(needed)]
 
-    def _windows(self, i: int, length: int) -> Tokens:
-        """All windows of a shard as rows of a view: row k begins at its token k."""
+    def _windows(self, i: int, starts: IntArray, length: int) -> Tokens:
+        """Rows of `length` tokens of a shard, from its tokens `starts` on: a copy."""
         shard = self._open(i)
-        shape = (len(shard) - length + 1, length)
-        return np.lib.stride_tricks.as_strided(shard, shape, shard.strides * 2, writeable=False)
+        self._check(i, shard, starts, length)
+        tokens = shard.tokens
+        shape = (len(tokens) - length + 1, length)
+        every: Tokens = np.lib.stride_tricks.as_strided(tokens, shape, tokens.strides * 2, writeable=False)
+        return every[starts]
+
+    def _check(self, i: int, shard: _Mapped, starts: IntArray, length: int) -> None:
+        """Compares the blocks that contain these tokens with their hashes, each block once. Raises DataError."""
+        unread = self._unread.get(i)
+        if unread is None or not length:
+            return
+        size = self.dtype.itemsize
+        first = (shard.at + starts * size) // BLOCK
+        last = (shard.at + (starts + length) * size - 1) // BLOCK
+        needed = {
+            b for one, end in zip(first.tolist(), last.tolist(), strict=True) for b in range(one, end + 1)
+        } & unread
+        self._compare(i, shard, needed)
+
+    def _compare(self, i: int, shard: _Mapped, blocks: set[int]) -> None:
+        hashes = self.shards[i].blocks
+        assert hashes is not None
+        for block in sorted(blocks):
+            data = shard.raw[block * BLOCK : (block + 1) * BLOCK].data
+            if xxhash.xxh3_64_hexdigest(data) != hashes[block * DIGITS : (block + 1) * DIGITS]:
+                raise DataError(
+                    f"{self._storage.uri}/{self.shards[i].file}: bytes {block * BLOCK} to {block * BLOCK + len(data) - 1} are "
+                    "not those that were written",
+                    "`raydist data verify` lists all damage; restore the file, or delete the dataset and prepare it again",
+                )
+        left = (self._unread[i] or set()) - blocks
+        self._unread[i] = left or None
 
     def _shard_of(self, position: int) -> int:
         return int(np.searchsorted(self._bounds, position, side="right")) - 1
 
-    def _map(self, i: int) -> Tokens:
+    def _map(self, i: int) -> _Mapped:
         shard = self.shards[i]
         path = self._local(shard)
         try:
@@ -192,16 +238,24 @@ class TokenSplit:
                     "delete the dataset and prepare it again",
                 )
             with pa.memory_map(str(path)) as file:
+                whole = file.read_buffer()
                 column = pa.ipc.open_file(file).get_batch(0).column(self._column)
         except (OSError, KeyError, pa.ArrowException) as error:
             raise DataError(f"{path} cannot be read: {error}", "`raydist data verify` lists all damage") from error
         if len(column) != shard.tokens or column.type != pa.from_numpy_dtype(self.dtype) or column.null_count:
             raise DataError(f"{path}: its tokens do not match the index", "delete the dataset and prepare it again")
         # Not column.to_numpy(), which imports pandas if that is installed: one second at the start of every rank.
-        tokens: Tokens = np.frombuffer(
-            column.buffers()[1], self.dtype, len(column), column.offset * self.dtype.itemsize
+        buffer, skipped = column.buffers()[1], column.offset * self.dtype.itemsize
+        mapped = _Mapped(
+            np.frombuffer(buffer, self.dtype, len(column), skipped),
+            np.frombuffer(whole, np.uint8),
+            buffer.address - whole.address + skipped,
         )
-        return tokens
+        if shard.blocks is not None and i not in self._unread:
+            count = -(-shard.bytes // BLOCK)
+            self._unread[i] = set(range(count))
+            self._compare(i, mapped, {0, count - 1})  # what describes the tokens is at both ends
+        return mapped
 
     def _local(self, file: Shard | Ends) -> Path:
         return Path(self._storage.path(file.file)) if self._storage.local else self._cached(file)

@@ -22,6 +22,7 @@ import xxhash
 
 from raydist.data.chat_template import ChatFormat
 from raydist.errors import DataError
+from raydist.parsing import parse_json
 from raydist.storage import Storage
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
@@ -31,17 +32,23 @@ COLUMN, COUNTS = "tokens", "counts"
 """The columns of a shard. Only conversations have the second one: 1 if a token counts in the loss, where it is a target."""
 _FORMAT, _VERSION = "raydist-tokens", 1
 FILE_NAME = re.compile(r"(train|eval)-(\d{6}-\d{3,9}\.arrow|ends\.bin)")
+BLOCK, DIGITS = 1 << 20, 16
+_HEX = re.compile(r"[0-9a-f]*")
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of tokens: its name, number of tokens, size in bytes, and xxh3-128 in hex."""
+    """One file of tokens: its name, number of tokens, size in bytes, and xxh3-128 in hex.
+
+    `blocks`: `block_hashes` of its bytes, which ranks check while they read. None: of a version of raydist without them.
+    """
 
     file: str
     tokens: int
     bytes: int
     hash: str
+    blocks: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,11 @@ class DatasetIndex:
         """The split of that name."""
         return self.train if name == "train" else self.eval
 
+    @property
+    def has_block_hashes(self) -> bool:
+        """Whether ranks notice a changed byte while they train."""
+        return all(shard.blocks is not None for shard in (*self.train.shards, *self.eval.shards))
+
     def files(self) -> tuple[Shard | Ends, ...]:
         """All files but the tokenizer and the index: shards, train before eval, then the ends."""
         ends = (split.ends for split in (self.train, self.eval) if split.ends is not None)
@@ -119,6 +131,9 @@ class DatasetIndex:
         for name in SPLITS:
             if made[name]["ends"] is None:
                 del made[name]["ends"]
+            for shard in made[name]["shards"]:
+                if shard["blocks"] is None:
+                    del shard["blocks"]
         return made
 
     def to_bytes(self) -> bytes:
@@ -154,6 +169,17 @@ class DatasetIndex:
         for one in self.files():
             if not FILE_NAME.fullmatch(one.file):
                 raise ValueError(f"the name of a file is {one.file!r}")
+            if isinstance(one, Shard) and one.blocks is not None and not _fit(one.blocks, one.bytes):
+                raise ValueError(f"the hashes of the blocks of {one.file} are not one for each {BLOCK >> 20} MiB")
+
+
+def _fit(hashes: str, size: int) -> bool:
+    return _HEX.fullmatch(hashes) is not None and len(hashes) == DIGITS * -(-size // BLOCK)
+
+
+def block_hashes(data: memoryview) -> str:
+    """The xxh3-64 of each BLOCK of bytes, DIGITS hexadecimal digits each: 16 bytes of the index for a MiB of tokens."""
+    return "".join(xxhash.xxh3_64_hexdigest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
 
 
 def fingerprint(train: SplitIndex, evaluation: SplitIndex, tokenizer: TokenizerIndex) -> str:
@@ -165,7 +191,7 @@ def fingerprint(train: SplitIndex, evaluation: SplitIndex, tokenizer: TokenizerI
 def read(storage: Storage) -> DatasetIndex:
     """The index of the dataset in that folder. Raises DataError if it is missing or cannot be read."""
     try:
-        raw = json.loads(storage.read(INDEX))
+        raw = parse_json(storage.read(INDEX))
         if raw["format"] != _FORMAT or raw["version"] != _VERSION:
             raise DataError(
                 f"{storage.uri}/{INDEX}: format {raw['format']} {raw['version']}, not {_FORMAT} {_VERSION}",

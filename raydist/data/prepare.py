@@ -41,7 +41,7 @@ from raydist.data.prepare_plan import SHARD_TOKENS, Plan, as_json, hash_of, plan
 from raydist.data.shards import JOURNAL, Job, Made
 from raydist.data.sources import Block
 from raydist.errors import DataError, StorageError
-from raydist.storage import Storage
+from raydist.storage import NO_FOLDER, Storage
 
 _BPE_SAMPLE = 256 << 20
 _BPE_BLOCKS = 256
@@ -96,6 +96,8 @@ def prepare(
                     done = _make(storage, plan, progress or (lambda p: None), map_files)
                 storage.delete(JOURNAL)
     except StorageError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in NO_FOLDER:
+            raise DataError(f"no dataset can be made at {out}: {error.message}", "give another folder") from error
         raise StorageError(
             error.message, error.hint or "fix that; the same command then continues where it stopped"
         ) from error

@@ -24,9 +24,10 @@ from raydist.data import documents, sources, tokenizers
 from raydist.data.chat_template import ChatFormat, Rendered
 from raydist.data.conversations import Conversations
 from raydist.data.documents import Document
-from raydist.data.index import COLUMN, COUNTS, SPLITS, Shard, Split
+from raydist.data.index import COLUMN, COUNTS, SPLITS, Shard, Split, block_hashes
 from raydist.data.sources import Block
 from raydist.errors import DataError
+from raydist.parsing import parse_json
 from raydist.storage import Storage
 
 JOURNAL = ".prepare"
@@ -93,7 +94,7 @@ class Made:
     @classmethod
     def from_json(cls, text: str | bytes) -> Made:
         """The inverse of `to_json`. Raises ValueError, KeyError or TypeError for an invalid text."""
-        raw: dict[str, Any] = json.loads(text)
+        raw: dict[str, Any] = parse_json(text)
         for name in SPLITS:
             part = Part(**raw[name])
             part.shards = [Shard(**s) for s in raw[name]["shards"]]
@@ -274,7 +275,8 @@ class _Writer:
             columns[COUNTS] = counts[:count]
         raw = arrow_file(columns)
         self._storage.write(name, memoryview(raw))  # type: ignore[arg-type]  # any buffer works
-        self._part.shards.append(Shard(name, count, raw.size, xxhash.xxh3_128_hexdigest(memoryview(raw))))
+        data = memoryview(raw)
+        self._part.shards.append(Shard(name, count, raw.size, xxhash.xxh3_128_hexdigest(data), block_hashes(data)))
         self._part.tokens += count
 
 

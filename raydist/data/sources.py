@@ -36,6 +36,7 @@ import xxhash
 
 from raydist import remote_filesystem
 from raydist.errors import DataError, UserError
+from raydist.parsing import parse_json
 from raydist.redact import redact
 from raydist.storage import Storage
 
@@ -105,7 +106,7 @@ class Block:
     @classmethod
     def from_json(cls, text: str) -> Block:
         """The inverse of `to_json`."""
-        raw = json.loads(text)
+        raw = parse_json(text)
         pieces = tuple(Piece(**{**p, "file": SourceFile(**p["file"])}) for p in raw["pieces"])
         return cls(raw["number"], pieces, raw["records"])
 

@@ -10,7 +10,10 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from raydist.errors import StorageError
 from raydist.faults.kinds import Fault
+from raydist.parsing import parse_json
+from raydist.printable import printable
 from raydist.run.directory import FAULTS, RunDir
 
 
@@ -40,5 +43,15 @@ def read_notes(run: RunDir, known: Iterable[str] = ()) -> dict[str, dict[str, An
     A note: fault, rank, step, attempt, at (Unix time), node_ip, by, and `asked`, the fault's fields. Raises StorageError.
     """
     names = set(run.storage.files(FAULTS)) - set(known)
-    found = {name: json.loads(run.storage.read(name)) for name in names}
-    return dict(sorted(found.items(), key=lambda item: item[1]["at"]))
+    found = {name: _read(run, name) for name in names}
+    return dict(sorted(found.items(), key=lambda item: float(item[1]["at"])))
+
+
+def _read(run: RunDir, name: str) -> dict[str, Any]:
+    try:
+        made = parse_json(run.storage.read(name))
+        numbers = {"step": int(made["step"]), "attempt": int(made["attempt"]), "at": float(made["at"])}
+        rank = None if made["rank"] is None else int(made["rank"])
+        return printable({**made, **numbers, "rank": rank, "fault": str(made["fault"])})
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise StorageError(f"{run.uri}/{name} is damaged: {error}", "remove that file") from error

@@ -7,6 +7,7 @@ The checkpoint that the steps start from is copied to a run of its own beside th
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import socket
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
+from raydist import registry
 from raydist.checkpoint import manifest, retention
 from raydist.errors import TrainingStopped, UsageError
 from raydist.run.directory import SPEC, RunDir, manifest_name, step_folder
@@ -46,9 +49,9 @@ class Replay:
     differences: tuple[str, ...]
 
 
-def replay(run: RunDir, steps: int, start: int | None, workers: int | None) -> Replay:
+def replay(run: RunDir, steps: int, start: int | None, workers: int | None, trust: bool = False) -> Replay:
     """Trains the `steps` after checkpoint `start` again. None: the newest one that so many steps follow; for `workers`: one, or two
-    if one trained them.
+    if one trained them. `trust`: code of one's own that the run's spec names may run.
 
     Raises UsageError where there is no such checkpoint, or the run need not have the same bits; TrainingStopped if a rank fails.
     """
@@ -69,6 +72,8 @@ def replay(run: RunDir, steps: int, start: int | None, workers: int | None) -> R
         stored.write_bytes(run.storage.read(SPEC))
         spec = load(stored)
         size = workers or (1 if before != (1,) else 2)
+        if not trust:
+            _refuse_own_code(spec)
         _refuse(spec, run, before, size)
         with ExitStack() as stack:
             stack.enter_context(retention.leased(run, at))
@@ -89,6 +94,23 @@ def replay(run: RunDir, steps: int, start: int | None, workers: int | None) -> R
                     f"step {at + steps}: {name} differs" for name in theirs if theirs[name] != ours.get(name)
                 ]
     return Replay(at + 1, at + steps, before, size, tensors, tuple(differences))
+
+
+def _refuse_own_code(spec: JobSpec) -> None:
+    def walk(value: Any, field: str) -> None:
+        if isinstance(value, dict):
+            for key, inside in value.items():
+                walk(inside, f"{field}.{key}".lstrip("."))
+        elif isinstance(value, list):
+            for inside in value:
+                walk(inside, field)
+        elif isinstance(value, str) and registry.is_own(value):
+            raise UsageError(
+                f"{field}: {value} is code that the run's files name, and nothing runs it unasked",
+                "if you trust whoever made the run, repeat the command with --trust, in the folder that holds that code",
+            )
+
+    walk(spec.model_dump(mode="json"), "")
 
 
 def _refuse(spec: JobSpec, run: RunDir, before: tuple[int, ...], workers: int) -> None:
@@ -136,6 +158,7 @@ def _train(job: Path, copy: RunDir, until: int, workers: int, folder: Path) -> N
     fields = [f"cluster.workers={workers}", f"checkpoint.every={until}", "checkpoint.replicas=[]", "eval.every=null"]
     command = [
         sys.executable,
+        "-P",  # only what this command may import
         "-m",
         "raydist.launch.standalone",
         str(job),
@@ -146,7 +169,9 @@ def _train(job: Path, copy: RunDir, until: int, workers: int, folder: Path) -> N
     ]
     command += ["--until", str(until), "--json", *(part for field in fields for part in ("--set", field))]
     given = {"WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    env = {**os.environ, **{name: str(value) for name, value in given.items()}} if workers > 1 else dict(os.environ)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if workers > 1:
+        env |= {name: str(value) for name, value in given.items()}
     ranks: list[subprocess.Popen[Any]] = []
     with ExitStack() as stack:
         try:
@@ -171,10 +196,12 @@ def hashes(run: RunDir, step: int) -> dict[str, str]:
     made = {}
     for name, entry in found.tensors.items():
         if name.startswith(("model/", "optim/")):
-            digest = xxhash.xxh3_128()
-            for chunk in sorted(entry.chunks, key=lambda chunk: chunk.offsets):
+            size = next((chunk.length // math.prod(chunk.sizes) for chunk in entry.chunks if chunk.length), 1)
+            whole = np.zeros((*entry.shape, size), dtype=np.uint8)
+            for chunk in entry.chunks:
+                at = tuple(slice(first, first + n) for first, n in zip(chunk.offsets, chunk.sizes, strict=True))
                 with run.storage.open(manifest.path(step, chunk.file)) as source:
                     source.seek(chunk.start)
-                    digest.update(source.read(chunk.length))
-            made[name] = digest.hexdigest()
+                    whole[at] = np.frombuffer(source.read(chunk.length), dtype=np.uint8).reshape(*chunk.sizes, size)
+            made[name] = xxhash.xxh3_128_hexdigest(whole.data)
     return made

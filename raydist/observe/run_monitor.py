@@ -352,7 +352,7 @@ class RunMonitor:
                     **{name: view[name] for name in names},
                     **{
                         name: (view["record"] or {}).get(name)
-                        for name in ("loss", "expert_imbalance", "exchanged_bytes")
+                        for name in ("loss", "expert_imbalance", "exchanged_bytes", "sync_bytes", "sync_seconds")
                     },
                     "storage_error": self._storage_error,
                 }

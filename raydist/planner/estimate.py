@@ -87,6 +87,8 @@ def shard_of(strategy: str, spec: JobSpec, machine: Machine) -> int:
 def refusal(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> str | None:
     """Why raydist would not train this job under that strategy; None if it would."""
     plan, on_host = plan_of(strategy), spec.offload.parameters == "cpu"
+    if spec.comm.every is not None and not plan.local_steps:
+        return f"comm.every: {spec.comm.every} lets replicas train apart, and it splits the state over them"
     if not plan.sharded or replicas(spec, machine) == 1:
         whole_only = on_host and not plan.sharded
     else:
@@ -208,7 +210,7 @@ def _moments(
 ) -> tuple[list[Moment], int]:
     """(moments of the passes of one micro-batch, bytes of buffers that are allocated for the whole run)."""
     plan, peaks, shard = plan_of(strategy), activations.peaks, shard_of(strategy, spec, machine)
-    kept = _compression(plan, spec, machine, model, shard)
+    kept = _compression(plan, spec, machine, model, shard) + _outer(plan, spec, machine, model, shard)
     if "parameters" in plan.sharded and replicas(spec, machine) > 1 and plan.in_flight is None:
         moments, waiting = _fully_sharded(spec, machine, model, shard, peaks)
         return moments, waiting + kept
@@ -226,6 +228,10 @@ def _copy(sharded: bool, spec: JobSpec, machine: Machine, model: Model, shard: i
         optimizer = sum(optimizer_bytes(p, spec.optim) for p in part.params if p.trained)
         weights = part.size(trained=spec.model.lora is not None)  # frozen ones beside adapters are in no copy
         made += -(-(_FP32 * weights + part.buffers + optimizer) // over)
+        if spec.comm.every is not None:  # of each replica its own, beside outer weights and momentum by rows
+            trained = part.size(trained=True)
+            made += (_FP32 * trained + optimizer) // (over if sharded else 1) + _FP32 * trained // over
+            made += _outer_sent(spec, trained // (over if sharded else 1)) if spec.comm.delay else 0
     return made
 
 
@@ -341,7 +347,7 @@ def _fully_sharded_part(
 
 def traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> Traffic:
     """Bytes that one rank sends to other replicas in one step, by ring algorithms, without the few bytes of the norm and the
-    loss."""
+    loss. With comm.every on average: what an outer step sends, divided by the steps."""
     ranks, shard = replicas(spec, machine), shard_of(strategy, spec, machine)
     plan = plan_of(strategy)
     if plan.traffic is not None and ranks > 1:
@@ -359,6 +365,9 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
         return Traffic(0, 0, 0)
     count = batches(spec, machine.ranks)[1]
     compute, reduce = _BYTES[spec.precision.params], _sent_bytes(spec)
+    every = spec.comm.every
+    if every is not None:
+        reduce = _outer_bytes(spec) / every
     if not plan.sharded:
         return Traffic(0, round(2 * (ranks - 1) / ranks * model.size(trained=True) * reduce), 0)
     grads = sum(_units(model, shard, trained=True).values())
@@ -379,7 +388,7 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
     across = 2 * (copies - 1) / copies * grads * reduce
     each = (shard - 1) * count
     # Of several copies only what goes between them is compressed.
-    within = reduce if copies == 1 else _BYTES[spec.precision.reduce]
+    within = reduce if copies == 1 and every is None else _BYTES[spec.precision.reduce]
     return Traffic(each * gathers * compute, round(each * grads * within), round(across))
 
 
@@ -399,6 +408,31 @@ def _compression(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Mod
     over = shard if "parameters" in plan.sharded and shard < ranks else 1
     each = 2 * _sent_bytes(spec) + (2 * _FP32 if spec.comm.feedback else _FP32)
     return round(each * sum(p.part(over) for p in model.params if p.trained))
+
+
+def _outer_bytes(spec: JobSpec) -> float:
+    """Of one number of an outer gradient, as it is sent."""
+    plan = compressor_plan(spec.comm.compress) if spec.comm.rounds else None
+    return plan.bits / 8 if plan is not None else _FP32
+
+
+def _outer_sent(spec: JobSpec, numbers: int) -> int:
+    """Bytes of a buffer that has one fragment, as it is sent."""
+    return round(_outer_bytes(spec) * numbers / spec.comm.fragments)
+
+
+def _outer(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
+    """Bytes that outer steps keep: outer weights and momentum, before and after a step, by rows; where they are rounded, the
+    outer weights of all rows. And the buffers of a fragment: what is sent, what arrives, and the result in fp32."""
+    if spec.comm.every is None:
+        return 0
+    whole = "parameters" not in plan.sharded
+    numbers = sum(p.part(1 if whole else shard) for p in model.params if p.trained)
+    apart = max(replicas(spec, machine) // (1 if whole else shard), 1)
+    outer = _FP32 * (numbers if spec.comm.rounds else numbers // apart)
+    return (
+        outer + 2 * _FP32 * numbers // apart + 2 * _outer_sent(spec, numbers) + _FP32 * numbers // spec.comm.fragments
+    )
 
 
 def last_share(strategy: str, spec: JobSpec, model: Model) -> float:

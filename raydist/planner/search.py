@@ -94,6 +94,7 @@ def search(
     refused: Counter[str] = Counter()
     tried = []
     for job in _meshes(spec, machine, blocks, refused):
+        job = _whole_rows(job)
         of_mesh = planner(job)
         model, measure = of_mesh.model(), _Between(of_mesh.measure)
         count = machine.ranks // job.parallel.replica
@@ -102,8 +103,8 @@ def search(
             if (why := refusal(strategy, job, machine, model)) is not None:
                 refused[f"{strategy}: {why}"] += 1
                 continue
-            for micro in _micro_batches(spec, count):
-                one = changed(job, {"train.micro_batch": micro, "parallel.strategy": strategy})
+            for size in _sizes(job, count):
+                one = changed(job, {**size, "parallel.strategy": strategy})
                 passes = measured("ddp", one, machine, model, measure)  # what is sent is that of any strategy
                 tried.append(
                     _Tried(
@@ -117,7 +118,7 @@ def search(
     order = {strategy: i for i, strategy in enumerate(planned(spec))}
     tried.sort(key=lambda t: (
         -round(math.log(t.speed.tokens_per_second) / _SAME), t.spec.parallel.replica * t.spec.parallel.chunks,
-        order.get(t.strategy, 0), -t.spec.train.micro_batch,
+        order.get(t.strategy, 0), -t.spec.largest_pass[0],
     ))  # fmt: skip
     return _fitting(spec, machine, tried, refused, best)
 
@@ -138,10 +139,10 @@ def _fitting(spec: JobSpec, machine: Machine, tried: list[_Tried], refused: Coun
             too_large["parameters, gradients and optimizer" if state else "activations, loss and buffers"] += 1
             beaten.setdefault(one.mesh, {})[one.strategy] = None
             continue
-        fields = ("tensor", "pipeline", "chunks", "expert", "strategy")
-        changes = {f"parallel.{f}": getattr(one.spec.parallel, f) for f in fields}
-        changes["train.micro_batch"] = one.spec.train.micro_batch
-        changes = {name: new for name, new in changes.items() if value(spec, name) != new}
+        fields = [f"parallel.{f}" for f in ("tensor", "pipeline", "chunks", "expert", "strategy")]
+        batching = [f"data.batching.{f}" for f in ("max_tokens", "min", "longest")]
+        fields += ["train.micro_batch"] if spec.data.batching is None else batching
+        changes = {name: new for name in fields if (new := value(one.spec, name)) != value(spec, name)}
         because = _because(one, [s for s in beaten.get(one.mesh, {}) if s != one.strategy])
         found[one.mesh] = Candidate(one.spec, changes, fullest, one.speed, because)
     return Found((*found.values(),), len(tried), dict(refused), dict(too_large))
@@ -182,12 +183,25 @@ def _meshes(spec: JobSpec, machine: Machine, blocks: int, refused: Counter[str])
                         refused[error.errors()[0]["msg"].removeprefix("Value error, ")] += 1
 
 
-def _micro_batches(spec: JobSpec, count: int) -> list[int]:
-    """Powers of two, for which all micro-batches of a replica are full; with data.batching, which has its own size, the job's."""
-    if spec.data.batching is not None:
-        return [spec.train.micro_batch]
-    share = -(-spec.train.global_batch // count)
-    return [size for size in (2**n for n in range(_MOST.bit_length())) if size == 1 or share % size == 0]
+def _sizes(spec: JobSpec, count: int) -> list[dict[str, Any]]:
+    """The sizes of a micro-batch that are tried, as fields of the job: powers of two for which all micro-batches of a replica are
+    full. With data.batching so many of the longest sequences, at least `min` and no more than a replica has in a step."""
+    powers = [2**n for n in range(_MOST.bit_length())]
+    batching, share = spec.data.batching, -(-spec.train.global_batch // count)
+    if batching is None:
+        return [{"train.micro_batch": size} for size in powers if size == 1 or share % size == 0]
+    if batching.global_tokens is not None:
+        share = -(-batching.global_tokens // (count * spec.longest))
+    most = max(min(share, batching.max or share), batching.min)
+    sizes = [size for size in powers if batching.min <= size <= most] or [batching.min]
+    return [{"data.batching.max_tokens": size * spec.longest} for size in sizes]
+
+
+def _whole_rows(spec: JobSpec) -> JobSpec:
+    """The job such that the largest micro-batch of each size is one of the longest sequences, whatever `max_tokens` is."""
+    if spec.data.batching is None:
+        return spec
+    return changed(spec, {"data.batching.longest": spec.longest, "data.batching.max_tokens": spec.longest})
 
 
 class _Between:

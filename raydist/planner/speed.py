@@ -10,6 +10,7 @@ Runs anywhere. Plain python: no torch, no ray. docs/how-to/plan.md explains the 
                zero2  the sums, beside every backward; the gather as zero1's
                zero3  gathers and sums, beside the whole step
                hsdp   the same within a group; the sum across groups, beside the last micro-batch's backward
+               comm.every   what ddp sends, and hsdp across groups, is an outer step: beside comm.delay steps, or else nothing
                The last sum, and the gather before the first forward, overlap with nothing. On gloo FSDP2's overlap with nothing.
     waits      of a rank of a pipeline: the schedule's actions in order, each with its stage's time, and the transfers in between
     offload    gradients down beside the last backward; the update on the host and the new values up, not overlapped
@@ -270,12 +271,23 @@ def _exposed(
     between = sum(s.across for s in sent) / across
     if "parameters" in sharded:
         beside = 0.0 if machine.device == "cpu" else compute
-        exposed = max(alone * (gathers + sums) / count, gathers + sums - beside) + max(0.0, between - last)
+        across = max(0.0, between - last) if spec.comm.every is None else _outer_exposed(spec, between, compute)
+        exposed = max(alone * (gathers + sums) / count, gathers + sums - beside) + across
+    elif spec.comm.every is not None:
+        exposed = _outer_exposed(spec, sums, compute)
     else:  # beside the backward passes of all micro-batches, or of the last one
         beside = last * count if "gradients" in sharded else last
         once = sums / count if "gradients" in sharded else sums
         exposed = max(alone * once, sums - beside) + max(alone * gathers, gathers - ahead)
     return gathers + sums + between, exposed
+
+
+def _outer_exposed(spec: JobSpec, seconds: float, compute: float) -> float:
+    """Of outer steps that take so many seconds a step on average, those beyond the `comm.delay` steps that each overlaps."""
+    comm = spec.comm
+    assert comm.every is not None
+    times = comm.fragments / comm.every
+    return max(0.0, seconds / times - comm.delay * compute) * times
 
 
 def _transfer_link(source: int, target: int, apart: int, machine: Machine, device: Device) -> float:

@@ -67,7 +67,7 @@ def found(
         elif event.kind == "ended":
             ended = True
         elif event.kind == "fault":
-            made = _one(event.at, "injected fault", data["attempt"], data["step"], data["rank"], text.event(event))
+            made = _one(event.at, "injected fault", data["attempt"], data["step"], data.get("rank"), text.event(event))
             incidents.append({**made, "severity": "info", "remedy": "requested with --faults"})
         elif event.kind == "finding" and data.get("state") == "over":
             before = next(
@@ -76,7 +76,7 @@ def found(
             if before is not None:
                 before["then"] = f"over after {text.span(event.at - before['at'])}"
         elif event.kind == "finding":
-            made = _one(event.at, data["rule"], attempt, None, data["rank"], data["what"], data["remedy"])
+            made = _one(event.at, data["rule"], attempt, None, data.get("rank"), data["what"], data["remedy"])
             incidents.append({**made, "severity": data["severity"]})
         elif event.kind in KINDS:
             kind, remedy = KINDS[event.kind]
@@ -118,10 +118,9 @@ def _one(
 
 def _failure(event: Event, step: int | None, rest: Sequence[Event]) -> dict[str, Any]:
     data = event.data
-    remedy = REMEDIES.get(data["fault"])
-    made = _one(
-        event.at, data["fault"].replace("_", " "), data["attempt"], step, data.get("rank"), data["cause"], remedy
-    )
+    fault = data.get("fault") or "failure"
+    remedy = REMEDIES.get(fault)
+    made = _one(event.at, fault.replace("_", " "), data["attempt"], step, data.get("rank"), data["cause"], remedy)
     return {
         **made,
         "severity": "critical",

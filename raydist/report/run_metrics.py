@@ -16,6 +16,7 @@ import yaml
 
 from raydist import __version__
 from raydist.checkpoint import manifest
+from raydist.parsing import parse_yaml
 from raydist.records import Event
 from raydist.report import goodput, heatmap_data, incidents, summary
 from raydist.report.goodput import Span
@@ -97,8 +98,8 @@ def _spec(run: RunDir) -> str:
 
 def _parsed(text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text)
+    except (yaml.YAMLError, ValueError):
         return None  # it is shown unparsed, and values from it are unknown
 
 

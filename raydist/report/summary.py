@@ -110,7 +110,7 @@ def evals(events: Sequence[Event]) -> dict[int, float]:
         if event.kind in ("attempt_started", "resumed"):
             start = event.data["resume_step" if event.kind == "attempt_started" else "step"]
             kept = {step: loss for step, loss in kept.items() if step <= start}
-        elif event.kind == "eval" and event.data["loss"] is not None:
+        elif event.kind == "eval" and event.data.get("loss") is not None:
             kept[event.data["step"]] = event.data["loss"]
     return kept
 

@@ -176,6 +176,7 @@ def _line(what: Event) -> str:
         case "decision":
             wait = f" in {span(data['after_s'])}" if data.get("after_s") else ""
             micro = f" with micro-batch {data['micro_batch']}" if data.get("micro_batch") else ""
+            micro = f" with max_tokens {data['max_tokens']:,}" if data.get("max_tokens") else micro
             return f"decision: {data['action']}{micro}{wait}: {data['because']}"
         case "note":
             return str(data["text"])

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raydist.errors import StorageError
+from raydist.parsing import parse_json, unzip
 from raydist.report import clock_sync
 from raydist.report.collectives import Collective, collectives, of_gpu
 from raydist.report.overlap import Interval, Shares, innermost, shares
@@ -75,8 +76,8 @@ def merge(run: RunDir, names: Sequence[str]) -> tuple[bytes, dict[str, Any]]:
 def load(run: RunDir, name: str) -> dict[str, Any]:
     """One rank's part. Raises StorageError."""
     try:
-        return dict(json.loads(gzip.decompress(run.storage.read(name))))
-    except (FileNotFoundError, OSError, EOFError, ValueError) as error:
+        return dict(parse_json(unzip(run.storage.read(name))))
+    except (FileNotFoundError, OSError, TypeError, ValueError) as error:
         if isinstance(error, StorageError):
             raise
         raise StorageError(f"{run.uri}/{name} cannot be read: {error}", "trace the run again") from error

@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from raydist.parsing import parse_yaml
 from raydist.records import Event, Finding
 from raydist.report import text, time_breakdown
 from raydist.run.directory import SPEC, RunDir
@@ -24,6 +25,8 @@ from raydist.run.telemetry_log import read_samples
 WINDOW_S = 30.0
 """The time that shares and rates cover."""
 _BAR = 10
+_EXPERTS, _LAYERS = 64, 8
+"""At most so many bars of experts in a line, and lines of layers."""
 
 
 def view(run: RunDir) -> dict[str, Any]:
@@ -52,6 +55,9 @@ def view(run: RunDir) -> dict[str, Any]:
         "tokens_per_second": pace,
         "expert_imbalance": state.get("expert_imbalance"),
         "exchanged_bytes": state.get("exchanged_bytes"),
+        "expert_loads": _loads(run) if state.get("expert_imbalance") is not None else None,
+        "sync_bytes": state.get("sync_bytes"),
+        "sync_seconds": state.get("sync_seconds"),
         "ranks": [
             _rank(rank, own[-1], spent[rank], nodes, gpus) | {"slowest": rank == last}
             for (rank,), own in sorted(ranks.items())
@@ -90,7 +96,7 @@ def panel(seen: dict[str, Any]) -> RenderableType:
         Text(f"{one['what']}: {one['remedy']}", "red" if one["severity"] == "critical" else "yellow")
         for one in seen["findings"]
     ]
-    return Group(head, table, *tail)
+    return Group(head, table, *tail, *_bars(seen["expert_loads"]))
 
 
 def line(seen: dict[str, Any]) -> str:
@@ -101,6 +107,8 @@ def line(seen: dict[str, Any]) -> str:
         parts.append(f"experts' imbalance {seen['expert_imbalance']:.2f}")
     if seen["exchanged_bytes"]:
         parts.append(f"exchanged {text.size(seen['exchanged_bytes'])}/step")
+    if seen["sync_bytes"] is not None:
+        parts.append(f"last sync {text.size(seen['sync_bytes'])} in {text.span(seen['sync_seconds'])}")
     known = [row for row in seen["ranks"] if row["compute"] is not None]
     for name in ("exposed", "data"):
         if known:
@@ -124,6 +132,32 @@ def _findings(events: Sequence[Event]) -> list[dict[str, Any]]:
                 names = ("rule", "rank", "severity", "what", "remedy")
                 found[finding.key] = {name: getattr(finding, name) for name in names}
     return list(found.values())
+
+
+def _loads(run: RunDir) -> dict[str, Any] | None:
+    """Of the newest event `expert_loads`: the step, and the loads of each layer; None without (`observe.expert_loads`)."""
+    told = next((event.data for event in reversed(read_events(run)) if event.kind == "expert_loads"), None)
+    if told is None:
+        return None
+    return {"step": told["step"], "layers": {name: layer["loads"] for name, layer in told["layers"].items()}}
+
+
+def _bars(loads: Mapping[str, Any] | None) -> list[Text]:
+    """A line for each layer: a bar for each expert, as high as its share of the fullest one's load, and a dot for an idle one. Of
+    more than _EXPERTS experts a bar is the fullest of several."""
+    if loads is None:
+        return []
+    lines = [Text(f"tokens of each expert in step {loads['step']}", "dim")]
+    for name, layer in [*loads["layers"].items()][:_LAYERS]:
+        each = -(-len(layer) // _EXPERTS)
+        most = [max(layer[i : i + each]) for i in range(0, len(layer), each)]
+        bars = "".join("·" if n == 0 else "▁▂▃▄▅▆▇█"[min(8 * n // max(layer), 7)] for n in most)
+        ratio = max(layer) * len(layer) / max(sum(layer), 1)
+        idle = f", {layer.count(0)} idle" if 0 in layer else ""
+        lines.append(Text(f"{name}  {bars}  fullest {ratio:.2f} of the mean{idle}"))
+    if len(loads["layers"]) > _LAYERS:
+        lines.append(Text(f"and {len(loads['layers']) - _LAYERS} more layers", "dim"))
+    return lines
 
 
 def _rank(
@@ -164,10 +198,10 @@ def _node(rows: list[Any]) -> dict[str, Any]:
 
 def _total(run: RunDir) -> int | None:
     try:
-        steps = yaml.safe_load(run.storage.read(SPEC))["train"]["steps"]
-    except (FileNotFoundError, KeyError, TypeError, yaml.YAMLError):
+        steps = parse_yaml(run.storage.read(SPEC))["train"]["steps"]  # of any version of raydist
+        return None if steps is None else int(steps)
+    except (FileNotFoundError, KeyError, TypeError, ValueError, yaml.YAMLError):
         return None
-    return int(steps) if steps is not None else None
 
 
 def _percent(share: float | None) -> str:

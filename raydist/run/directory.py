@@ -41,6 +41,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from raydist.errors import RunNotFound, UsageError
+from raydist.parsing import quoted
 from raydist.run import storage_choice
 from raydist.storage import Storage
 
@@ -65,6 +66,8 @@ _DELETED = frozenset(
 """What `start_anew` deletes: all that raydist writes into a run's folder, but ATTEMPTS and DRIVERS."""
 _UNFINISHED = tuple(f".tmp-{name}" for name in (SPEC, STATE, EVENTS, REPORT))
 
+LONGEST_NAME = 1024
+"""Characters of the name, path or URI of a run."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(\d+)")
 _MANIFEST = re.compile(r"MANIFEST-(\d+)\.json")
@@ -75,7 +78,8 @@ def check_name(name: str) -> str:
     """Returns `name` if it is a valid run name. Raises UsageError."""
     if not _NAME.fullmatch(name):
         raise UsageError(
-            f"run name {name!r}", "use letters, digits, '.', '_' and '-', at most 100, beginning with a letter or digit"
+            f"run name {quoted(name)!r}",
+            "use letters, digits, '.', '_' and '-', at most 100, beginning with a letter or digit",
         )
     return name
 
@@ -261,13 +265,22 @@ def fenced(run: RunDir, number: int) -> bool:
     return newest not in (0, number)
 
 
+def is_place(name: str) -> bool:
+    """Whether what a user names is a folder's path or URI, and not only a name under the storage. Raises UsageError."""
+    if not name or "\0" in name or len(name) > LONGEST_NAME:
+        raise UsageError(
+            f"{quoted(name)!r} is not the name of a run or a folder", f"give 1 to {LONGEST_NAME} characters"
+        )
+    return "/" in name or "://" in name or Path(name).is_dir()
+
+
 def resolve(run: str, storage: str | None = None) -> RunDir:
     """The run that a user names: a run folder's path or URI, or a name under `storage`.
 
     Raises RunNotFound, which says where it looked, why there, and which runs exist.
     """
     looked, candidate = [], None
-    if "/" in run or "://" in run or Path(run).is_dir():
+    if is_place(run):
         candidate = RunDir(run)
         looked.append(candidate.uri)
         if candidate.exists():

@@ -27,8 +27,10 @@ from types import TracebackType
 from typing import Any
 
 from raydist.errors import Fenced, StorageError, UsageError
+from raydist.parsing import parse_json
 from raydist.run.directory import DRIVERS, Folder, RunDir
 from raydist.run.status import LOST_AFTER_S, gone, this_process
+from raydist.storage import NO_FOLDER
 
 RENEW_S = 5.0
 SETTLE_S = 2.0
@@ -87,7 +89,14 @@ class DriverLease:
             time.sleep(_LOOK_S)  # until that driver ends, or its lease expires
             number, holder = self._newest()
         self._number = number + 1
-        won = run.storage.write_new(self._name(self._number), self._dumps())
+        try:
+            won = run.storage.write_new(self._name(self._number), self._dumps())
+        except StorageError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in NO_FOLDER:
+                raise UsageError(
+                    f"run {run.name} cannot be stored: {error.message}", "give another --storage"
+                ) from error
+            raise
         if won and run.storage.local is None:
             time.sleep(settle_s)
         number, holder = self._newest()
@@ -152,7 +161,7 @@ class DriverLease:
             data = self._run.storage.read(_stop_name(self._number))
             self._stop = "somebody"
             with suppress(ValueError, KeyError, TypeError):
-                who = json.loads(data)
+                who = parse_json(data)
                 self._stop = f"process {who['pid']} on {who['host']}"
 
     def _newest(self) -> tuple[int, dict[str, Any] | None]:
@@ -245,7 +254,7 @@ def _raw(folder: Folder, number: int) -> bytes:
 def _parsed(data: bytes) -> dict[str, Any] | None:
     """The content of a lease; None if it is damaged."""
     try:
-        found = json.loads(data)
+        found = parse_json(data)
         driver = {**found["driver"], "host": str(found["driver"]["host"]), "pid": int(found["driver"]["pid"])}
         known = {"key": str(found["key"]), "renewed_at": float(found["renewed_at"]), "ended": bool(found["ended"])}
         return {**found, **known, "driver": {**driver, "since": float(driver["since"])}}

@@ -22,8 +22,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raydist.errors import StorageError
+from raydist.parsing import LINE_BYTES, parse_json
 from raydist.records import Event
 from raydist.redact import redact
+from raydist.run import event_fields
 from raydist.run.directory import EVENTS, METRICS, RunDir
 
 SCHEMA_VERSION = 1
@@ -54,6 +56,9 @@ FIELDS: dict[str, tuple[pa.DataType, str]] = {
         pa.int64(),
         "bytes that a ring would have sent for them in fp32, less these; null without compression",
     ),
+    "local_step": (pa.bool_(), "whether no outer step started or arrived after it; null without comm.every"),
+    "sync_seconds": (pa.float64(), "seconds that rank 0 waited for the last outer step; null before one"),
+    "sync_bytes": (pa.int64(), "bytes that rank 0 sent for the last outer step; null before one"),
 }
 """The columns of a segment: the fields of records.StepRecord, in order."""
 NULLABLE = frozenset(
@@ -65,6 +70,9 @@ NULLABLE = frozenset(
         "compression_error",
         "sent_bytes",
         "saved_bytes",
+        "local_step",
+        "sync_seconds",
+        "sync_bytes",
     }
 )
 """Columns that may be missing in a record, or in a segment of an earlier version."""
@@ -105,12 +113,14 @@ def read_segments(run: RunDir) -> list[Segment]:
             # In this thread: a pool's thread may release the last reference to these bytes, which belong to Python, after the
             # interpreter has exited; the process would then abort after all its work is done.
             table = pq.ParquetFile(pa.BufferReader(run.storage.read(name)), pre_buffer=False).read(use_threads=False)
-            head = json.loads(table.schema.metadata[HEAD])
-            for name in NULLABLE.difference(table.column_names):
-                table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
+            head = parse_json(table.schema.metadata[HEAD])
+            for lacking in NULLABLE.difference(table.column_names):
+                table = table.append_column(SCHEMA.field(lacking), pa.nulls(len(table), SCHEMA.field(lacking).type))
             rows = table.select(list(FIELDS)).cast(SCHEMA)
+            if any(rows[column].null_count for column in FIELDS if column not in NULLABLE):
+                raise ValueError("a value is missing")
             found.append(Segment(number, int(head["attempt"]), int(head["after_step"]), rows))
-        except (pa.ArrowException, KeyError, TypeError, FileNotFoundError) as error:
+        except (pa.ArrowException, KeyError, TypeError, ValueError, OverflowError, FileNotFoundError) as error:
             raise StorageError(
                 f"cannot read {run.uri}/{name}: {error}", "move the file away to continue without its steps"
             ) from error
@@ -153,7 +163,9 @@ def events_in(data: bytes, where: str) -> list[Event]:
     events = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
-            events.append(Event.from_dict(json.loads(line)))
+            event = Event.from_dict(parse_json(line, LINE_BYTES))
+            event_fields.check(event.kind, event.at, event.data)
+            events.append(event)
         except (
             ValueError,
             KeyError,

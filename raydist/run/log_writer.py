@@ -6,11 +6,13 @@ Runs in: the run's monitor, and rank 0 of a standalone run. Must not import ray 
 from __future__ import annotations
 
 import array
+import contextlib
 import itertools
 import json
 import operator
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,19 +21,19 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from raydist.errors import StorageError
 from raydist.records import EXPORTED_ONLY, Event
 from raydist.run import parquet
 from raydist.run.directory import EVENTS, METRICS, RunDir
 from raydist.run.log import FIELDS, HEAD, NULLABLE, SCHEMA, json_line, segment_names
+from raydist.run.status import last_word, this_process, write_state
 from raydist.storage import append_whole, refused
 
 SEGMENT_ROWS = 10_000
 """Rows of a complete segment; the open segment, rewritten at each flush, is smaller."""
 
-_CASTS: dict[str, Callable[[Any], Any]] = {
-    name: operator.index if kind == pa.int64() else float if kind == pa.float64() else str
-    for name, (kind, _) in FIELDS.items()
-}
+_CAST_TO: dict[pa.DataType, Callable[[Any], Any]] = {pa.int64(): operator.index, pa.float64(): float, pa.bool_(): bool}
+_CASTS: dict[str, Callable[[Any], Any]] = {name: _CAST_TO.get(kind, str) for name, (kind, _) in FIELDS.items()}
 _SEEN = 10_000
 
 
@@ -252,5 +254,22 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     if None in values:
         there = pa.py_buffer(np.packbits([value is not None for value in values], bitorder="little").tobytes())
         values = [value or 0 for value in values]
+    if kind == pa.bool_():
+        bits = np.packbits([bool(value) for value in values], bitorder="little").tobytes()
+        return pa.Array.from_buffers(kind, len(values), [there, pa.py_buffer(bits)])
     data = array.array("q" if kind == pa.int64() else "d", values)
     return pa.Array.from_buffers(kind, len(values), [there, pa.py_buffer(data)])
+
+
+def write_end(run: RunDir, status: str, cause: str) -> None:
+    """The end of a run whose monitor cannot write it: its state, and on local storage the event `ended`. The monitor's own records
+    are in its journal, which the next start reads. Does what storage allows, and raises nothing.
+    """
+    now = time.time()
+    with contextlib.suppress(StorageError):
+        state = last_word(run) or {}
+        write_state(run, {**state, "driver": this_process(), "status": status, "heartbeat_at": now})
+    if run.storage.local is not None:
+        data = {"status": status, "step": run.newest_step(), **({"cause": cause} if cause else {})}
+        with contextlib.suppress(OSError):
+            append_whole(run.storage.appendable(EVENTS), json_line(Event("ended", now, data).to_dict()))

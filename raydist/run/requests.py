@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from raydist.parsing import parse_json
 from raydist.run.directory import REQUESTS, TRACES, RunDir
 
 VERSION = 1
@@ -94,7 +95,7 @@ def _requests(run: RunDir) -> list[TraceRequest]:
     for name in run.storage.files(REQUESTS):
         if _REQUEST.fullmatch(_name(name)):
             try:
-                body: dict[str, Any] = json.loads(run.storage.read(name))
+                body: dict[str, Any] = parse_json(run.storage.read(name))
                 found.append(TraceRequest(int(body["trace"]), int(body["steps"]), float(body["until"])))
             except (FileNotFoundError, ValueError, KeyError, TypeError):
                 continue  # withdrawn in the meantime, or of another version

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from raydist.errors import StorageError
+from raydist.parsing import parse_json
 from raydist.printable import printable
 from raydist.records import Status
 from raydist.redact import redact
@@ -21,6 +22,10 @@ from raydist.run.directory import SPEC, STATE, RunDir
 from raydist.run.log import plain
 
 VERSION = 1
+_INTEGERS = frozenset({"step", "attempt", "world_size", "exchanged_bytes"})
+_NUMBERS = frozenset(
+    {"loss", "eval_loss", "tokens_per_second", "mfu", "expert_imbalance", "seconds_per_step", "data_share"}
+)
 LOST_AFTER_S = 30.0
 """A run with status "running" and a heartbeat older than this is lost."""
 
@@ -42,14 +47,19 @@ def write_state(run: RunDir, state: dict[str, Any]) -> None:
 def last_word(run: RunDir) -> dict[str, Any] | None:
     """The content of state.json, which may be outdated; None if no monitor has written it. Raises StorageError."""
     try:
-        state = printable(json.loads(run.storage.read(STATE)))
+        state = printable(parse_json(run.storage.read(STATE)))
         driver = state["driver"]
         facts = {
             "status": _known_status(state["status"]),
             "heartbeat_at": float(state["heartbeat_at"]),
             "driver": {**driver, "host": str(driver["host"]), "pid": int(driver["pid"])},
         }
-        return {**state, **facts, **({"step": int(state["step"])} if "step" in state else {})}
+        for name in _INTEGERS & state.keys():
+            facts[name] = None if state[name] is None and name != "step" else int(state[name])
+        for name in _NUMBERS & state.keys():
+            facts[name] = None if state[name] is None else float(state[name])
+        workers = [dict(worker) for worker in state.get("workers") or []]
+        return {**state, **facts, "workers": workers}
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

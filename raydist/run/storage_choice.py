@@ -16,7 +16,6 @@ The driver of a Ray job runs in a temporary copy of the submitted folder: there 
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from raydist.errors import UserError
+from raydist.parsing import TOML_BYTES, parse_toml, read_file
 
 VARIABLE = "RAYDIST_STORAGE"
 DEFAULT = "~/raydist"
@@ -119,7 +119,7 @@ def how_to_set() -> str:
 
 def _configured(path: Path) -> str | None:
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = parse_toml(read_file(path, TOML_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -17,18 +17,20 @@ A driver that is killed leaves at most a partial last line, in a file to which n
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
+from raydist.errors import StorageError
+from raydist.parsing import LINE_BYTES, parse_json
 from raydist.printable import printable
 from raydist.records import Event
-from raydist.run.directory import SWEEP_CELLS, Folder, RunDir, check_name, elsewhere, not_found
+from raydist.run.directory import SWEEP_CELLS, Folder, RunDir, check_name, elsewhere, is_place, not_found
 from raydist.run.log import events_in, json_line
 from raydist.run.storage_choice import choose
 from raydist.storage import Storage, append_whole, refused
@@ -39,6 +41,7 @@ SWEEP, BASE, CELLS, EVENTS, RUNS, RESULTS = (
 SEGMENT_LINES = 1000
 """Maximum lines of a file in events/: an object store cannot append, so each flush uploads the open file again."""
 _SEGMENT = re.compile(r"(\d+)\.jsonl")
+_ID = re.compile(r"[^/\0]{1,200}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,14 @@ class CellNote:
         """The inverse of `to_dict`; keys of later versions are dropped."""
         raw = printable(dict(raw))
         known = {f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw}
-        return cls(**{**known, "notes": tuple(raw.get("notes", ()))})
+        for name in ("index", "point", "seed", "workers", "steps", "tokens"):
+            if (value := known.get(name)) is not None:
+                known[name] = int(value)
+        if not isinstance(known["id"], str) or not _ID.fullmatch(known["id"]):
+            raise ValueError(f"its id is {known['id']!r:.40}")
+        for name in ("parameters", "adjusted"):
+            known[name] = {**known.get(name, {})}
+        return cls(**{**known, "notes": tuple(map(str, raw.get("notes", ())))})
 
 
 class SweepDir(Folder):
@@ -92,13 +102,24 @@ class SweepDir(Folder):
 
         `events`: the sweep's events, if the caller has them.
         """
-        found = [CellNote.from_dict(json.loads(line)) for line in self.storage.read(CELLS).splitlines()]
-        added = [
-            CellNote.from_dict(e.data["note"])
-            for e in (self.events() if events is None else events)
-            if e.kind == "added"
-        ]
-        return found + added
+        found = []
+        for number, line in enumerate(self.storage.read(CELLS).splitlines(), start=1):
+            with self._reading(f"{CELLS}: line {number}"):
+                found.append(CellNote.from_dict(parse_json(line, LINE_BYTES)))
+        for event in self.events() if events is None else events:
+            if event.kind == "added":
+                with self._reading(f"{EVENTS}: an event `added`"):
+                    found.append(CellNote.from_dict(event.data["note"]))
+        return found
+
+    @contextmanager
+    def _reading(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise StorageError(
+                f"{self.uri}/{where} is not a cell: {error}", "start the sweep under another name"
+            ) from error
 
     def events(self) -> list[Event]:
         """The events, in the order of writing. Raises StorageError with the number of a damaged line."""
@@ -117,11 +138,11 @@ class SweepLog:
     `event` only buffers, and is thread-safe; `flush` makes everything before it durable. Each function in `listeners` is called
     with every event in the order of the file, and must not log events itself. Kinds and their data, each with the id of its `cell`:
 
-    queued; started: `workers`, `gpus` (total), `tokens` at which it resumes, `micro_batch` if it differs from the
-    spec's; finished, stopped (by the scheduler: `because`) and paused (by the user or a limit: `because`): with `figures`, from
-    `raydist.report.sweep.figures.measure`; failed: `cause`, `final`; retried: `because`, `micro_batch` if it has changed;
-    exploited: `source`, the trial whose checkpoint it continues, `step`, `tokens`, `changes` (field -> [before, after]); report:
-    `tokens`, `step` and `value`, the objective reported to its scheduler; added: `note`, a CellNote.
+    queued; started: `workers`, `gpus` (total), `tokens` at which it resumes, `micro_batch` (with data.batching `max_tokens`) if
+    it differs from the spec's; finished, stopped (by the scheduler: `because`) and paused (by the user or a limit: `because`):
+    with `figures`, from `raydist.report.sweep.figures.measure`; failed: `cause`, `final`; retried: `because`, and the same size
+    if it has changed; exploited: `source`, the trial whose checkpoint it continues, `step`, `tokens`, `changes` (field ->
+    [before, after]); report: `tokens`, `step` and `value`, the objective reported to its scheduler; added: `note`, a CellNote.
     Without a cell: began, with `driver` and `cells`; ended, with `status` and `cause`.
     """
 
@@ -189,7 +210,7 @@ def resolve_any(name: str, storage: str | None = None) -> RunDir | SweepDir:
     """The run or sweep that a user names: a folder's path or URI, or a name under `storage`. Raises RunNotFound."""
     choice = choose(storage)
     looked = []
-    if "/" in name or "://" in name or Path(name).is_dir():
+    if is_place(name):
         looked.append(RunDir(name).uri)
         if (found := _run_or_sweep(Storage(name))) is not None:
             return found

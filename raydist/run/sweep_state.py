@@ -36,7 +36,7 @@ class CellState:
     cause: str | None = None
     """Why it last failed, or was stopped or paused; None once it continues, or has finished."""
     micro_batch: int | None = None
-    """The micro-batch of its next start, if it differs from its spec's."""
+    """The micro-batch of its next start, with data.batching its max_tokens, if it differs from its spec's."""
     figures: dict[str, Any] = field(default_factory=dict)
     """Computed by raydist.report.sweep.figures.measure when it last ended."""
     stretches: list[Stretch] = field(default_factory=list)
@@ -55,8 +55,10 @@ def fold(events: Iterable[Event]) -> dict[str, CellState]:
         match event.kind:
             case "started":
                 cell.status, cell.cause = "running", None
-                cell.stretches.append(Stretch(event.at, int(data.get("workers", 1)), float(data.get("gpus", 0))))
-                cell.micro_batch = data.get("micro_batch", cell.micro_batch)
+                cell.stretches.append(
+                    Stretch(event.at, max(1, int(data.get("workers") or 1)), float(data.get("gpus") or 0))
+                )
+                cell.micro_batch = data.get("micro_batch", data.get("max_tokens", cell.micro_batch))
             case "finished":
                 cell.status, cell.cause = "finished", None
             case "stopped" | "paused":
@@ -66,7 +68,7 @@ def fold(events: Iterable[Event]) -> dict[str, CellState]:
                 cell.failures += 1
             case "retried":
                 cell.status, cell.cause = "waiting", data.get("because")
-                cell.micro_batch = data.get("micro_batch", cell.micro_batch)
+                cell.micro_batch = data.get("micro_batch", data.get("max_tokens", cell.micro_batch))
             case "exploited":
                 cell.lineage.append({key: value for key, value in data.items() if key != "cell"} | {"at": event.at})
         if event.kind in ("finished", "stopped", "paused", "failed"):

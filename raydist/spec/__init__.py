@@ -3,7 +3,7 @@
 Runs anywhere: plain python, pydantic and yaml.
 """
 
-from raydist.spec.load import dump, load, merge, parse, read_tree, spec_hash, stored
+from raydist.spec.load import dump, load, merge, parse, read_stored, read_tree, spec_hash, stored
 from raydist.spec.models import (
     CheckpointSpec,
     ClusterSpec,
@@ -38,6 +38,7 @@ __all__ = [
     "load",
     "merge",
     "parse",
+    "read_stored",
     "read_tree",
     "spec_hash",
     "stored",

@@ -1,4 +1,4 @@
-"""The section of a job file about communication that changes the numbers: how gradients are compressed.
+"""The section of a job file about communication that changes the numbers: what is sent between replicas, and how often.
 
 Runs anywhere.
 """
@@ -10,18 +10,35 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from raydist.extension_plans import compressor_plan
-from raydist.spec.parts import Extension, Part, check_spec
+from raydist.spec.parts import Extension, Part, PartWithNewFields, check_spec, near_divisors, problem
 
 NONE = "none"
 
 
-class CommSpec(Part):
+class OuterSpec(Part):
+    """The outer optimizer of `comm.every`: SGD with Nesterov momentum, on the outer gradient."""
+
+    lr: float = Field(
+        0.7, gt=0, description="Learning rate of the outer step; 1 with momentum 0: the mean of the replicas' weights."
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer step.")
+    blend: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="With comm.delay: the share of its own weights that a replica keeps where outer weights arrive.",
+    )
+
+
+class CommSpec(PartWithNewFields):
     """What is sent between the ranks."""
+
+    new_fields = ("every", "outer", "fragments", "delay")
 
     compress: Annotated[str, Extension("compressor", also=(NONE,))] = Field(
         NONE,
         description="How gradients are sent to be summed: none (in precision.reduce), a built-in compressor, or "
-        "package.module:attribute of your own; docs/how-to/communication.md.",
+        "package.module:attribute of your own; with every: how outer gradients are. docs/how-to/communication.md.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="The options of that compressor; docs/extending.md."
@@ -31,20 +48,68 @@ class CommSpec(Part):
         description="Add what a compressor loses of a gradient to the next one; null: as the compressor does by default. It keeps "
         "8 bytes a gradient on each rank.",
     )
+    every: int | None = Field(
+        None,
+        ge=1,
+        description="Steps in which replicas train apart, each on its own part of the batches, before an outer step brings them "
+        "together (local SGD, DiLoCo); null: gradients are summed in each step.",
+    )
+    outer: OuterSpec = Field(default_factory=OuterSpec, description="With every: the outer optimizer.")
+    fragments: int = Field(
+        1,
+        ge=1,
+        description="With every: parts of the model that are brought together one by one, at equal distances. Divides every.",
+    )
+    delay: int = Field(
+        0,
+        ge=0,
+        description="With every: steps between the start of an outer step and the arrival of its result, which goes on beside "
+        "training; 0: training waits. Below every / fragments.",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> CommSpec:
-        if self.compresses:
+        if self.compress != NONE:
             check_spec("compressor", self.compress, self)
+        if self.every is None:
+            for field in ("outer", "fragments", "delay"):
+                if getattr(self, field) != type(self).model_fields[field].get_default(call_default_factory=True):
+                    raise problem(field, _shown(getattr(self, field)), "belongs to an outer step, and there is none",
+                                  "set comm.every, such as 32, or leave it out")  # fmt: skip
+            return self
+        if self.every % self.fragments:
+            raise problem("fragments", self.fragments, f"does not divide every: {self.every}",
+                          near_divisors(self.every, self.fragments))  # fmt: skip
+        if self.delay >= self.every // self.fragments:
+            raise problem("delay", self.delay, f"is not below the {self.every // self.fragments} steps (every / fragments) after "
+                          "which the next fragment starts", f"set it to {self.every // self.fragments - 1} or less")  # fmt: skip
+        if self.delay == 0 and "blend" in self.outer.model_fields_set:
+            raise problem("outer.blend", self.outer.blend, "has no effect without delay: replicas take the outer weights",
+                          "leave it out, or set comm.delay")  # fmt: skip
+        if self.compress != NONE and not getattr(compressor_plan(self.compress), "outer", False):
+            raise problem("compress", self.compress, "does not go with comm.every: it rounds too much without error feedback",
+                          "take int8, bf16 or fp16, or leave it out")  # fmt: skip
+        if self.error_feedback:
+            raise problem("error_feedback", True, "does not go with comm.every: outer gradients have none",
+                          "leave it out")  # fmt: skip
         return self
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients are compressed."""
-        return self.compress != NONE
+        """Whether gradients are compressed. With `every` there are outer gradients instead, see `rounds`."""
+        return self.compress != NONE and self.every is None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether outer gradients are compressed."""
+        return self.compress != NONE and self.every is not None
 
     @property
     def feedback(self) -> bool:
         """Whether what is lost is added to the next gradient."""
         plan = compressor_plan(self.compress)
         return self.error_feedback if self.error_feedback is not None else plan is None or plan.feedback
+
+
+def _shown(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, Part) else value

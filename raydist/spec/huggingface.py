@@ -6,7 +6,6 @@ export; that is read without importing the file. Here is what the families share
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from raydist import registry, remote_filesystem
 from raydist.errors import UserError
+from raydist.parsing import parse_json
 from raydist.spec.decoder import DecoderOptions, default_hidden
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def read_folder(name: str) -> tuple[str, dict[str, Any]]:
 def read_config(folder: Path) -> dict[str, Any]:
     """The values of the config.json in a folder. Raises UserError."""
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        config = parse_json((folder / "config.json").read_bytes())
     except OSError as error:
         raise UserError(
             f"{folder}/config.json: cannot be read: {error.strerror}", "give a folder in Hugging Face's format"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,39 +17,14 @@ from typing import Any
 import yaml
 
 from raydist.errors import SpecError, UserError
+from raydist.parsing import JOB_BYTES, NAME, JobLoader, parse_yaml, quoted, read_text
 from raydist.redact import redact, remember
+from raydist.run.directory import SPEC
 from raydist.spec.deepspeed import Converted, convert
 from raydist.spec.huggingface import read_folder
 from raydist.spec.models import JobSpec, flatten
 from raydist.spec.validate import extensions, validate
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML with floats as people write them (1e-4 too), and a repeated key refused rather than lost."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:float"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:\d[\d_]*\.[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d+(?:[eE][-+]?\d+)?)$"),
-    list("-+.0123456789"),
-)
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
-        seen.add(key)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+from raydist.storage import Storage
 
 
 @dataclass
@@ -119,9 +93,10 @@ def overriding(overrides: Sequence[str]) -> Layer:
             problems.append(f"--set {text}: no value; write --set optim.lr=3e-4")
             continue
         try:
-            parsed = yaml.load(value, Loader=_Loader)
-        except yaml.YAMLError:
-            problems.append(f"--set {text}: {value!r} is not YAML; quote it")
+            parsed = parse_yaml(value, JobLoader)
+        except (yaml.YAMLError, ValueError) as error:
+            why = "is not YAML" if isinstance(error, yaml.YAMLError) else f"cannot be read: {error}"
+            problems.append(f"--set {quoted(text)}: {quoted(value)!r} {why}; quote it")
             continue
         over = over.with_field(name, parsed, f"--set {name}")
     if problems:
@@ -217,8 +192,16 @@ def merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
     return tree, origin
 
 
+EXTENDS = 20
+"""Files in a chain of `extends`."""
+
+
 def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
     """A file and the files it extends, the file itself last."""
+    if len(seen) > EXTENDS:
+        raise SpecError(
+            f"{quoted(seen[0])}: extends: a chain of more than {EXTENDS} files, the limit; join some of them"
+        )
     if path.resolve() in seen:
         raise SpecError(f"{path}: extends: goes round in a circle: {' -> '.join(p.name for p in (*seen, path))}")
     tree = read_yaml(path, f" (extended by {seen[-1]})" if seen else "")
@@ -229,7 +212,9 @@ def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
     if parent is None:
         return [own]
     if not isinstance(parent, str):
-        raise SpecError(f"{path}: extends: {parent!r} is not a file name; write extends: base.yaml")
+        raise SpecError(f"{path}: extends: {parent!r:.{NAME}} is not a file name; write extends: base.yaml")
+    if "\0" in parent:
+        raise SpecError(f"{path}: extends: {parent!r:.{NAME}} has a NUL character; write extends: base.yaml")
     own.extends = str(path), parent
     return [*read_layers(path.parent / parent, (*seen, path.resolve())), own]
 
@@ -246,17 +231,19 @@ def named_files(layers: Sequence[Layer]) -> list[tuple[str, str, Path]]:
 def read_yaml(path: Path, by: str = "", examples: str = "`raydist init` writes examples") -> Any:
     """The content of a YAML file. `by`: the file that names it; `examples`: where to find some. Raises SpecError."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        return parse_yaml(read_text(path, JOB_BYTES), JobLoader)
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
         hint = f'did you mean "{path.parent / near[0]}"?' if near else f"check the path; {examples}"
-        raise SpecError(f"{path}: no such file{by}; {hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from None
+        raise SpecError(f"{quoted(path)}: no such file{by}; {hint}") from None
+    except OSError as error:
+        raise SpecError(f"{quoted(path)}: cannot be read: {error.strerror}{by}; check the path") from None
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path}: cannot be read: {error}; save it as UTF-8") from None
     except yaml.YAMLError as error:
         raise SpecError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise SpecError(f"{path}: not valid YAML: nested too deeply") from None
+    except ValueError as error:
+        raise SpecError(f"{quoted(path)}: cannot be read: {error}{by}; give a smaller or simpler file") from None
 
 
 SHORT_NAMES = {"precision": "params", "schedule": "name", "loss": "name"}
@@ -277,6 +264,18 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             if over.get(kept) is not None and over.get(dropped) is None and kept in over:
                 merged.pop(dropped, None)
     return merged
+
+
+def read_stored(folder: Storage, name: str = SPEC) -> JobSpec:
+    """The job of a run's spec.yaml, or of a sweep's base.yaml. Raises SpecError, FileNotFoundError, StorageError."""
+    source = f"{folder.uri}/{name}"
+    try:
+        tree = parse_yaml(folder.read(name))
+    except (yaml.YAMLError, ValueError) as error:
+        raise SpecError(f"{source}: is damaged: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise SpecError(f"{source}: is damaged: holds {type(tree).__name__}, not fields")
+    return parse(tree, source=source)
 
 
 def dump(spec: JobSpec) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
@@ -113,6 +113,13 @@ class JobSpec(PartWithNewFields):
             if registry.is_own(name)
         ]
 
+    @field_validator("train")
+    @classmethod
+    def _train_fits(cls, train: TrainSpec, info: ValidationInfo) -> TrainSpec:
+        data = info.data.get("data")  # None if it has a problem of its own
+        train.check(by_tokens=data is None or data.batching is not None)
+        return train
+
     @model_validator(mode="after")
     def _fits(self) -> JobSpec:
         steps, warmup = self.train.steps, self.optim.schedule.warmup
@@ -144,6 +151,7 @@ class JobSpec(PartWithNewFields):
         check_spec("parallel", strategy, self)
         self._compression_fits()
         virtual_ranks.check(self)
+        self._local_steps_fit()
         if self.offload.parameters == "cpu" and plan is not None and "parameters" not in plan.sharded:
             sharding = [s for s in strategies() if "parameters" in getattr(strategy_plan(s), "sharded", ())]
             raise problem("offload.parameters", "cpu", f"needs sharded parameters, and {strategy} keeps them whole",
@@ -174,6 +182,28 @@ class JobSpec(PartWithNewFields):
             raise problem("comm.compress", comm.compress, f"does not go with parallel.expert: {self.parallel.expert}: ranks with "
                           "the same experts are others than those that share all else", "leave comm out, or set parallel.expert: 1"
                           )  # fmt: skip
+
+    def _local_steps_fit(self) -> None:
+        every, parallel = self.comm.every, self.parallel
+        if every is None:
+            return
+        plan = strategy_plan(parallel.strategy)
+        if plan is None or not plan.local_steps:
+            those = [s for s in strategies() if getattr(strategy_plan(s), "local_steps", False)]
+            raise problem("comm.every", every, f"does not go with parallel.strategy: {parallel.strategy}, which splits the state "
+                          "over the replicas that would train apart", f"take {' or '.join(those)}")  # fmt: skip
+        for axis, why in (("expert", "replicas share the experts"), ("context", "replicas share sequences")):
+            if getattr(parallel, axis) > 1:
+                raise problem("comm.every", every, f"does not go with parallel.{axis}: {getattr(parallel, axis)}: {why}",
+                              f"leave comm.every out, or set parallel.{axis}: 1")  # fmt: skip
+        for field in ("optimizer", "parameters"):
+            if (place := getattr(self.offload, field)) != "none":
+                raise problem("comm.every", every, f"does not go with offload.{field}: {place}: outer steps change weights "
+                              "that are on the device", f"leave one of them out, or set offload.{field}: none")  # fmt: skip
+        shard = parallel.shard or 1 if parallel.strategy == "hsdp" else 1
+        if self.cluster.most // parallel.replica // shard < 2:
+            raise problem("comm.every", every, "needs two replicas or more, and cluster.workers: "
+                          f"{self.cluster.most} makes one", "take more workers, or leave comm.every out")  # fmt: skip
 
     def _tensor_fits(self) -> None:
         tensor = self.parallel.tensor

@@ -6,6 +6,8 @@ Runs anywhere.
 
 from __future__ import annotations
 
+import math
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -19,6 +21,7 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
+    model_validator,
 )
 
 from raydist import registry
@@ -37,10 +40,27 @@ def problem(field: str, value: Any, what: str, remedy: str) -> SpecValueError:
     return SpecValueError(field, value, what, remedy)
 
 
+MOST_SECONDS = 1e8
+"""Three years; the longest wait of a thread is a hundred times as much."""
+_TIME = re.compile(r".*_s|.*timeout.*|wait_for.*")
+
+
 class Part(BaseModel):
     """A section: unknown fields are errors, values do not change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, given: Any) -> Any:
+        """Numbers that a thread, a file or another process could not take."""
+        for name, value in given.items() if isinstance(given, dict) else ():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if number and isinstance(value, int) and abs(value) > 1 << 63:
+                raise problem(str(name), None, "is an integer of more than 64 bits", "give a smaller one")
+            if number and _TIME.fullmatch(str(name)) and value > MOST_SECONDS:
+                raise problem(str(name), value, f"is more than {MOST_SECONDS:.0e} seconds, the limit", "give fewer")
+        return given
 
 
 class PartWithNewFields(Part):
@@ -97,7 +117,8 @@ def check_spec(kind: str, name: str, section: Any) -> None:
 
 def near_divisors(n: int, near: int, field: str = "") -> str:
     """A remedy: divisors of `n` near `near`, and the field to set to one."""
-    fits = sorted((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - near))[:3]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    fits = sorted({*small, *(n // d for d in small)}, key=lambda d: abs(d - near))[:3]
     return f"try {field + ' ' if field else ''}{' or '.join(str(d) for d in sorted(fits))}"
 
 
@@ -106,6 +127,6 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Tokens = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Tokens = Annotated[int, Field(ge=1, le=1 << 62), BeforeValidator(_whole)]
 """A number of tokens: a whole number, which may be written as 1e6."""
 Factor = Annotated[float, Field(gt=0)]

@@ -12,6 +12,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from raydist.spec.parts import Extension, Part, PartWithNewFields, problem
 
+MOST_WORKERS = 1 << 17
+
 
 class ParallelSpec(PartWithNewFields):
     """How the work is split over the workers."""
@@ -81,7 +83,10 @@ class ParallelSpec(PartWithNewFields):
         "measured at a run's first start (docs/how-to/bench.md); null: torch's.",
     )
     shard: int | None = Field(
-        None, ge=1, description="hsdp: ranks that share one copy of the state; default: those of a node."
+        None,
+        ge=1,
+        le=MOST_WORKERS,
+        description="hsdp: ranks that share one copy of the state; default: those of a node.",
     )
     reshard_after_forward: bool | Literal["auto"] = Field(
         "auto",
@@ -350,6 +355,7 @@ class ClusterSpec(Part):
     spares: int = Field(
         0,
         ge=0,
+        le=MOST_WORKERS,
         description="Additional workers with torch loaded, to replace those on a lost node.",
     )
     cpus_per_worker: float = Field(
@@ -362,6 +368,8 @@ class ClusterSpec(Part):
 
     @model_validator(mode="after")
     def _orders(self) -> ClusterSpec:
+        if self.most > MOST_WORKERS:
+            raise problem("workers", self.most, f"is more than {MOST_WORKERS:,}, the limit", "give fewer")
         if not 1 <= self.least <= self.most:
             raise problem(
                 "workers", self.workers, "is not a valid number of workers", "give one, or [least, most], from 1 up"

@@ -49,20 +49,23 @@ class ModelSpec(PartWithNewFields):
         description="Start from the weights of this folder in Hugging Face's format, or of hf://OWNER/NAME; its config.json sets "
         "the fields of `model` that are not given; docs/how-to/pretrained.md.",
     )
-    layers: int = Field(4, ge=1, description="Number of blocks.")
-    width: int = Field(128, ge=1, description="Size of the residual stream.")
-    heads: int = Field(4, ge=1, description="Attention heads; must divide width.")
+    layers: int = Field(4, ge=1, le=4096, description="Number of blocks.")
+    width: int = Field(128, ge=1, le=1 << 20, description="Size of the residual stream.")
+    heads: int = Field(4, ge=1, le=1 << 16, description="Attention heads; must divide width.")
     kv_heads: int | None = Field(
-        None, ge=1, description="Key and value heads (grouped-query attention); default: heads."
+        None, ge=1, le=1 << 16, description="Key and value heads (grouped-query attention); default: heads."
     )
-    context: int = Field(128, ge=1, description="Tokens of a sample: the longest sequence the model sees.")
+    context: int = Field(128, ge=1, le=1 << 27, description="Tokens of a sample: the longest sequence the model sees.")
     hidden: int | None = Field(
-        None, ge=1, description="Width of the feed-forward layer; default: the model's own choice."
+        None, ge=1, le=1 << 24, description="Width of the feed-forward layer; default: the model's own choice."
     )
     qk_norm: bool = Field(False, description="Normalise queries and keys of each head.")
     tie_embeddings: bool = Field(True, description="Use one matrix for the token embedding and the output head.")
     vocab_size: int | None = Field(
-        None, ge=1, description="Ids that embedding and head have room for; default: those of the tokenizer."
+        None,
+        ge=1,
+        le=1 << 27,
+        description="Ids that embedding and head have room for; default: those of the tokenizer.",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="Probability of dropping an activation while training.")
     rope_base: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
@@ -98,7 +101,7 @@ class ModelSpec(PartWithNewFields):
 class BatchingSpec(Part):
     """Micro-batches of documents of like length, one in a row, up to a number of tokens. docs/how-to/batching.md."""
 
-    max_tokens: Tokens = Field(description="Rows times padded length of a micro-batch, at most.")
+    max_tokens: Tokens = Field(le=1 << 31, description="Rows times padded length of a micro-batch, at most.")
     min: int = Field(
         1,
         ge=1,
@@ -115,6 +118,7 @@ class BatchingSpec(Part):
     )
     global_tokens: Tokens | None = Field(
         None,
+        le=1 << 40,
         description="Tokens of one optimizer step, on average, over all workers; default: train.global_batch sequences.",
     )
     multiple: int = Field(8, ge=1, le=1024, description="Sequences are padded to multiples of so many tokens.")
@@ -216,15 +220,21 @@ class TrainSpec(PartWithNewFields):
 
     new_fields = ("loss", "virtual_ranks")
 
-    steps: int | None = Field(None, ge=1, description="Optimizer steps of the whole run; or give `epochs`.")
-    epochs: float | None = Field(None, gt=0, description="Passes over the training data; or give `steps`.")
+    steps: int | None = Field(None, ge=1, le=10**12, description="Optimizer steps of the whole run; or give `epochs`.")
+    epochs: float | None = Field(None, gt=0, le=10**6, description="Passes over the training data; or give `steps`.")
     global_batch: int = Field(
-        32, ge=1, description="Sequences of one optimizer step, over all workers; it does not depend on their number."
+        32,
+        ge=1,
+        le=1 << 24,
+        description="Sequences of one optimizer step, over all workers; it does not depend on their number.",
     )
-    micro_batch: int = Field(8, ge=1, description="Sequences of one forward and backward pass of one worker.")
+    micro_batch: int = Field(
+        8, ge=1, le=1 << 20, description="Sequences of one forward and backward pass of one worker."
+    )
     virtual_ranks: int | None = Field(
         None,
         ge=1,
+        le=1 << 17,
         description="Parts into which each global batch is divided, and in whose order everything is summed: the same bits on any "
         "number of workers up to this; docs/explanation/same-bits.md. null: the order depends on the number of workers.",
     )
@@ -256,9 +266,9 @@ class TrainSpec(PartWithNewFields):
         "is missing, all zero, or not finite. It is reported, and nothing else is done; null: never.",
     )
 
-    @model_validator(mode="after")
-    def _fits(self) -> TrainSpec:
-        if self.global_batch % self.micro_batch:
+    def check(self, *, by_tokens: bool) -> None:
+        """Raises SpecValueError. `by_tokens`: data.batching makes the micro-batches, and `micro_batch` is not used."""
+        if not by_tokens and self.global_batch % self.micro_batch:
             raise problem("global_batch", self.global_batch,
                           f"is not a whole number of micro-batches of {self.micro_batch}",
                           near_divisors(self.global_batch, self.micro_batch, "train.micro_batch"))  # fmt: skip
@@ -269,7 +279,6 @@ class TrainSpec(PartWithNewFields):
                 "and train.epochs: exactly one of them is needed",
                 "set train.steps or train.epochs",
             )
-        return self
 
     def total(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run."""
@@ -384,6 +393,6 @@ class EvalSpec(Part):
     """When the loss on held-out text is computed."""
 
     every: int | None = Field(
-        50, ge=1, description="Steps between evaluations; there is one at the end too; null: never."
+        50, ge=1, le=10**12, description="Steps between evaluations; there is one at the end too; null: never."
     )
-    batches: int = Field(8, ge=1, description="Global batches of held-out samples, the same each time.")
+    batches: int = Field(8, ge=1, le=10**6, description="Global batches of held-out samples, the same each time.")

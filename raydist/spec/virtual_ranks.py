@@ -64,6 +64,7 @@ def check(spec: JobSpec) -> None:
         ("train.compile", train.compile, False,
          "a compiled block's code depends on the shapes that its process has seen before", "set false"),
         ("comm.compress", spec.comm.compress, "none", "what a rank compresses is the sum of its own parts", "set none"),
+        ("comm.every", spec.comm.every, None, "replicas that train apart depend on their number", "leave it out"),
         ("precision.reduce", spec.precision.reduce, "fp32", "sums along the tree are in fp32", "set fp32"),
         ("optim.fused", spec.optim.fused if spec.optim.name == "adamw" else "auto", "auto",
          "the kernel decides bits: it is the fused one", "set auto"),

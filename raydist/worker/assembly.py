@@ -29,6 +29,8 @@ from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import NAME as COMPRESSION
 from raydist.worker.comm.compression.state import Compression
 from raydist.worker.comm.json_gather import gather_json
+from raydist.worker.comm.outer.hook import Outer
+from raydist.worker.comm.outer.state import OuterState
 from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
@@ -53,7 +55,7 @@ from raydist.worker.parallel._split import split_layers
 from raydist.worker.parameter_table import ParameterTable, gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.run_hooks import RunHooks
-from raydist.worker.step import MESSAGES, TrainStep
+from raydist.worker.step import TrainStep
 from raydist.worker.step_hooks import BeforeUpdate, StepHook
 
 if TYPE_CHECKING:
@@ -94,7 +96,8 @@ class Assembly:
         self.precision = Precision(spec.precision, rank.device)
         self.loss = build_loss(spec)
         settled = build.settled(spec, rank, job.run, dataset.vocab_size, self._example, self._note)
-        self.strategy = build.build_strategy(settled, self.mesh)
+        self.replica = build.replica(spec, self.mesh)  # every rank, if replicas train apart
+        self.strategy = build.build_strategy(settled, self.replica or self.mesh)
         self.parts = self.feed.parts = build.divide_into_parts(spec, self.mesh, self.strategy)
         self.eval_set = self.feed.eval_set() if spec.eval.every else []
         model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
@@ -133,6 +136,7 @@ class Assembly:
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.compresses)
         self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter, self.feed.divide)
         self.noise = self._noise()
+        self.outer = Outer(spec.comm, self.replica, shards, self.total) if self.replica else None
         # State: from the newest good checkpoint, the same on all ranks.
         self.at = Progress()
         self.checkpoints = CheckpointManager(
@@ -140,7 +144,14 @@ class Assembly:
             rank,
             reporter,
             self.at,
-            TrainState(model, self.optimizer, shards, frozen, frozenset(parameters.base)),
+            TrainState(
+                model,
+                self.optimizer,
+                shards,
+                frozen,
+                frozenset(parameters.base),
+                self.outer.weights if self.outer else None,
+            ),
             precision=self.precision,
             bad_steps=self.bad_steps,
             noise=self.noise,
@@ -154,16 +165,25 @@ class Assembly:
         self.compression = self._compression()  # every rank: what would be sent is compared
         if self.compression:
             self.checkpoints.register(COMPRESSION, self.compression)
+        outer_state = OuterState(self.outer, model, self.optimizer, shards) if self.outer else None
+        for name, state in outer_state.states.items() if outer_state else ():
+            self.checkpoints.register(name, state)
         startup.done("build")
         if has_base:  # checkpoints do not hold it
             self._load_pretrained(model, {**shards, **frozen}, dataset.vocab_size)
         if self.checkpoints.resume():
+            if outer_state:
+                outer_state.resumed()  # every rank: parts of weights are gathered
             self.strategy.updated()
         elif spec.init_from is not None:
             self.checkpoints.start_from(spec.init_from)
+            if outer_state:
+                outer_state.resumed()
             self.strategy.updated()
         elif spec.model.hf is not None and not has_base:
             self._load_pretrained(model, shards, dataset.vocab_size)
+            if self.outer:
+                self.outer.begin_anew()
             self.strategy.updated()
         startup.done("load")
         self.checkpoints.open()
@@ -171,6 +191,8 @@ class Assembly:
         self.replica_check = self._replica_check(model, parameters) if spec.train.check_replicas else None
         meter = MemoryMeter(rank.device, model, shards, self.optimizer)
         telemetry.memory = meter.read
+        if self.replica:
+            parameters = parameters.apart(self.replica.copy)
         every = spec.train.check_gradients
         self.gradients = GradientCheck(rank, parameters, every, reporter) if every else None
         every, say = spec.observe.histograms, reporter.say if reporter else None
@@ -181,6 +203,7 @@ class Assembly:
             telemetry,
             seeds,
             self.compression,
+            self.outer,
             self.experts,
             self.noise,
             self.gradients,
@@ -197,6 +220,7 @@ class Assembly:
             self.precision,
             parameters=parameters,
             split=self.split,
+            replica=self.replica,
             full_tokens=full_tokens(self.batches, self.feed.samples),
             clip=spec.optim.clip,
             hooks=[hook for hook in hooks if hook is not None],
@@ -231,7 +255,7 @@ class Assembly:
     def _messages(self) -> list[tuple[str, int, str]]:
         """The collectives of a step that have a name: (kind, elements, name)."""
         loads = [self.experts.message] if self.experts else []
-        return [*MESSAGES, *loads, *getattr(self.strategy, "messages", list)()]
+        return [*self.train_step.messages(), *loads, *getattr(self.strategy, "messages", list)()]
 
     def _checkpoint_due(self, step: int, ending: bool) -> bool:
         return due(step, self.spec.checkpoint.every, ending)
@@ -255,6 +279,9 @@ class Assembly:
             self._note(
                 "observe.grad_noise: not measured with train.virtual_ranks: ranks may have different numbers of parts"
             )
+            return None
+        if self.replica:
+            self._note("observe.grad_noise: not measured with comm.every: no step has the gradient of its global batch")
             return None
         for axis, why in (
             ("expert", "a gradient of an expert has several ranks' samples"),
@@ -280,6 +307,8 @@ class Assembly:
             due=lambda step: due(step, every, self._checkpoint_due(step, step == self.last)),
             before_write=self._before_repair,
             reporter=self.reporter,
+            replica=self.replica,
+            together=self.outer.schedule.together if self.outer else lambda step: False,
         )
         if made.compares:
             return made

@@ -14,7 +14,7 @@ from torch import nn
 
 from raydist import registry
 from raydist.errors import GraphMismatch, UserError
-from raydist.extension_plans import buckets
+from raydist.extension_plans import buckets, strategy_plan
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 from raydist.worker import distributed, lora, pretrained
@@ -129,7 +129,7 @@ def settled(
 ) -> JobSpec:
     """The spec, with a size in place of `parallel.bucket_mb: auto`; `say` gets the reason. Every rank. Trials change no state."""
     parallel = spec.parallel
-    if parallel.bucket_mb != "auto" or not buckets(parallel.strategy) or rank.world_size == 1:
+    if parallel.bucket_mb != "auto" or not buckets(parallel.strategy) or rank.world_size == 1 or spec.comm.every:
         return spec
     if parallel.replica > 1:
         axis = next(axis for axis in ("tensor", "context", "pipeline") if getattr(parallel, axis) > 1)
@@ -141,6 +141,23 @@ def settled(
     chosen = choose.settle(spec, rank, run, vocab_size, partial(build_model, spec, vocab_size), example)
     say(f"parallel.bucket_mb: auto: {chosen.because}")
     return spec.model_copy(update={"parallel": parallel.model_copy(update={"bucket_mb": chosen.bucket_mb})})
+
+
+def replica(spec: JobSpec, mesh: Mesh) -> Mesh | None:
+    """The mesh of this rank's replica, of those that train apart; None without `comm.every`. A collective.
+
+    A replica has the ranks that hold one copy of the state together. Raises UserError if their number does not divide all.
+    """
+    if spec.comm.every is None:
+        return None
+    plan, ranks = strategy_plan(spec.parallel.strategy), mesh.data_size
+    together = plan.group(spec, ranks, mesh.within_nodes()) if plan is not None and plan.group is not None else 1
+    if ranks % together:
+        raise UserError(
+            f"parallel.shard: {together} does not divide the {ranks} replicas of the model",
+            "set it to a divisor, such as the GPUs of a node",
+        )
+    return mesh.apart(ranks // together)
 
 
 def build_strategy(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:

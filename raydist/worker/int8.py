@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raydist.checkpoint.huggingface import INDEX, SCALE, weight_files
+from raydist.parsing import parse_json
 from raydist.spec.huggingface import HuggingFace
 
 MOST = 127
@@ -104,7 +105,7 @@ def write(source: Path, out: Path, tensors: Collection[str]) -> None:
         save_file(made, out / file, metadata)
         places |= dict.fromkeys(made, file)
         total += sum(t.nbytes for t in made.values())
-    config = json.loads((source / "config.json").read_bytes())
+    config = parse_json((source / "config.json").read_bytes())
     config["quantization_config"] = described(sorted(kept))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if (source / INDEX).exists():

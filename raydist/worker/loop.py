@@ -124,6 +124,8 @@ class _Run(Assembly):
                             trace=self.tracer.requested(self.reporter.traces) if self.reporter else (0, 0),
                             samples=len(batch.ids),
                         )
+                    if self.outer and self.outer.stepped(at.step, self.checkpoints.before_update):  # every rank
+                        self.strategy.updated()
                     at.cursor, stop = batch.after, report.stop
                     at.loss = report.loss if math.isfinite(report.loss) else at.loss
                     ended = time.perf_counter()
@@ -157,6 +159,8 @@ class _Run(Assembly):
                     if stop:
                         break
             self.heartbeat.enter("end")
+            if self.outer:
+                self.outer.close()
             if self.gradients:
                 self.gradients.close()
             self.checkpoints.finish()  # every rank
@@ -192,7 +196,8 @@ class _Run(Assembly):
         if not (self.reporter or self.hooks):
             return
         sent = self.compression.last if self.compression else None
-        record = StepRecord(  # the values are the same on every rank, but for those of compression
+        sync = self.outer.last if self.outer else None
+        record = StepRecord(  # the values are the same on every rank, but for those of compression and outer steps
             step=self.at.step,
             loss=loss,
             lr=lr,
@@ -210,6 +215,9 @@ class _Run(Assembly):
             compression_error=sent.compression_error if sent else None,
             sent_bytes=sent.sent_bytes if sent else None,
             saved_bytes=sent.saved_bytes if sent else None,
+            local_step=self.outer.local if self.outer else None,
+            sync_seconds=sync[0] if sync else None,
+            sync_bytes=sync[1] if sync else None,
         )
         if self.reporter:
             self.reporter.step(record)

@@ -13,18 +13,24 @@ Strategies split the state along `data` alone. `tensor` is the work of worker/pa
 
 Ranks along `context` have the same weights, and parts of each sequence (_context.py). To a strategy they are replicas, whose
 gradients are parts of one sum: it gets the mesh `of_state`, in which `context` is folded into `data`.
+
+Replicas that train apart (worker/comm/outer) each have a mesh of their own, `apart`: its `data` axis has the ranks of one of them.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raydist.errors import UserError
 from raydist.spec import JobSpec
+from raydist.worker.comm import collectives
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 
@@ -41,6 +47,8 @@ class Mesh:
     context: int = 1
     tensor: int = 1
     expert: int = 1
+    copies: int = 1
+    """Meshes like this one, side by side along the data axis of the whole. This rank is in one of them."""
     _experts: Mesh | None = field(default=None, init=False, repr=False, compare=False)
     _of_state: Mesh | None = field(default=None, init=False, repr=False, compare=False)
     _devices: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
@@ -90,8 +98,10 @@ class Mesh:
 
     def connect(self) -> None:
         """Creates the groups along the axes. A collective; nothing is done where one rank holds a whole replica."""
-        if self.replica_size > 1:
-            axes = {name: size for name, size in self.sizes.items() if size > 1}
+        if self.replica_size > 1 or self.copies > 1:
+            sizes = self.sizes
+            sizes = {"pipeline": sizes.pop("pipeline"), "copy": self.copies, **sizes}
+            axes = {name: size for name, size in sizes.items() if size > 1}
             self._devices = init_device_mesh(self.rank.device.type, (*axes.values(),), mesh_dim_names=(*axes,))
         if self.context > 1:
             self._of_state = Mesh(self.rank, pipeline=self.pipeline, tensor=self.tensor, expert=self.expert)
@@ -115,12 +125,33 @@ class Mesh:
         assert self._of_state is not None, "connect() comes first"
         return self._of_state
 
+    def apart(self, copies: int) -> Mesh:
+        """The mesh of this rank's replica, of so many that train apart. A collective."""
+        assert self.copies == self.context == self.expert == 1
+        made = Mesh(self.rank, pipeline=self.pipeline, tensor=self.tensor, copies=copies)
+        made.connect()
+        return made
+
+    def within_nodes(self) -> int:
+        """The largest number of replicas that are on one node, whichever: the greatest common divisor of those of all nodes.
+
+        A collective. All ranks get the same number. Nodes may differ in size, and ranks that built different meshes would wait for
+        each other.
+        """
+        world = self.rank.world_size
+        local = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", world))])
+        sizes = torch.empty(world, dtype=local.dtype)
+        collectives.all_gather(sizes, local, group=self.rank.control)
+        shared = math.gcd(*sizes.tolist()) // (self.tensor * self.context)  # stages are on ranks far apart
+        # With one replica on several nodes there are none within one.
+        return math.gcd(max(shared, 1), self.data_size)
+
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one in `axis` only; None if it is the only one."""
         if self.sizes[axis] == 1:
             return None
         if self._devices is None:
-            assert self.replica_size == 1, "connect() comes first"
+            assert self.replica_size == self.copies == 1, "connect() comes first"
             return dist.group.WORLD
         return self._devices.get_group(axis)
 
@@ -129,18 +160,36 @@ class Mesh:
         at = [*self.sizes].index(axis)
         mine = self.coordinate(self.rank.rank)
         same = mine[:at] + mine[at + 1 :]
-        every = (self.coordinate(rank) for rank in range(self.rank.world_size))
-        return [rank for rank, (*place,) in enumerate(every) if (*place[:at], *place[at + 1 :]) == same]
+        every = (self.coordinate(rank) for rank in self.members)
+        return [r for r, (*place,) in zip(self.members, every, strict=True) if (*place[:at], *place[at + 1 :]) == same]
+
+    def copy(self, rank: int) -> int:
+        """Which of the `copies` world rank `rank` is in."""
+        return rank // (self.tensor * self.context) // self.data_size % self.copies
+
+    @property
+    def members(self) -> list[int]:
+        """The world ranks of this mesh."""
+        own = self.copy(self.rank.rank)
+        return [rank for rank in range(self.rank.world_size) if self.copy(rank) == own]
+
+    @property
+    def others(self) -> list[int]:
+        """The world ranks that have the same place as this one in their copy, in the order of the copies; this one among them."""
+        apart = self.tensor * self.context * self.data_size
+        own = self.copy(self.rank.rank)
+        return [self.rank.rank + (copy - own) * apart for copy in range(self.copies)]
 
     def data_mesh(self, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
         """The ranks of this rank's `data` axis as an array of these sizes, whose product is `data_size`. A collective."""
-        if self.replica_size == 1:
+        if self.replica_size == self.copies == 1:
             return init_device_mesh(self.rank.device.type, (*sizes,), mesh_dim_names=(*names,))
         assert self._devices is not None, "connect() comes first"
         if len(sizes) == 1:
             return self._devices["data"]
         shape = {
             "pipeline": self.pipeline,
+            "copy": self.copies,
             **dict(zip(names, sizes, strict=True)),
             "context": self.context,
             "tensor": self.tensor,
@@ -161,7 +210,7 @@ class Mesh:
     @property
     def data_size(self) -> int:
         """Replicas of the model: the parts into which a global batch is divided."""
-        return self.rank.world_size // self.replica_size
+        return self.rank.world_size // self.replica_size // self.copies
 
     @property
     def data_rank(self) -> int:
@@ -199,5 +248,5 @@ class Mesh:
         """Of world rank `rank`: its index along (pipeline, data, context, tensor)."""
         rank, tensor = divmod(rank, self.tensor)
         rank, context = divmod(rank, self.context)
-        pipeline, data = divmod(rank, self.data_size)
-        return pipeline, data, context, tensor
+        rank, data = divmod(rank, self.data_size)
+        return rank // self.copies, data, context, tensor

@@ -16,8 +16,8 @@ the world size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,18 @@ class ParameterTable(TensorTable):
     def is_same_everywhere(self) -> bool:
         """Whether every rank has every name. Pipeline stages have different names."""
         return all(len(row.ranks) == self.world_size for row in self.values())
+
+    def apart(self, copy: Callable[[int], int]) -> ParameterTable:
+        """The table of replicas that train apart: only ranks of one replica hold the same bits. `copy`: which one a rank is in."""
+
+        def split(row: TensorRow) -> TensorRow:
+            found = (
+                tuple(r for r in group if copy(r) == c) for group in row.holders for c in sorted({*map(copy, group)})
+            )
+            return replace(row, holders=tuple(sorted(found)))
+
+        rows = {name: split(row) for name, row in self.items()}
+        return ParameterTable(rows, self.rank, self.world_size, self.trained, self.shards, self.base)
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts its elements in a sum over all ranks: of the ranks that hold the same bits the first does."""

@@ -65,7 +65,9 @@ LEFT_OUT = StepReport(float("nan"), float("nan"), 0, stop=False, skipped=True)
 
 class TrainStep:
     """One optimizer step. `full_tokens`: of a full global batch; `clip`: largest norm of the gradient (0: no limit); `split`: the
-    layers of the model, if they are split; `parts`: the rank's, of a strategy that sums along their tree."""
+    layers of the model, if they are split; `parts`: the rank's, of a strategy that sums along their tree. `replica`: the mesh of
+    this rank's replica, if replicas train apart: each then updates with the gradient of its own part of the batch, and what goes
+    between them is the sums of the step and the mean of the norms."""
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class TrainStep:
         full_tokens: int,
         clip: float,
         split: LayerSplit | None = None,
+        replica: Mesh | None = None,
         hooks: Sequence[StepHook] = (),
         heartbeat: Heartbeat | None = None,
         loss: Loss = loss_sum,
@@ -86,10 +89,23 @@ class TrainStep:
         self.loss, self.parts = loss, parts
         self.mesh, self.strategy, self.optimizer, self.precision = mesh, strategy, optimizer, precision
         self.full_tokens, self._clip, self.hooks = full_tokens, clip, hooks
-        self._split = split
-        self._grad_norm = GradNorm(parameters, mesh.rank) if parts is None else RowNorm(parameters, mesh.rank)
+        self._split, self._replica = split, replica
+        group = _group_of(replica) if replica else dist.group.WORLD
+        self._grad_norm = GradNorm(parameters, mesh.rank, group) if parts is None else RowNorm(parameters, mesh.rank)
         self.optimizer_hooks = hooks_of(optimizer, strategy.scale_grads)
         self.heartbeat = heartbeat or Heartbeat()
+
+    def messages(self) -> list[tuple[str, int, str]]:
+        """MESSAGES, as many elements as they have here."""
+        if self.parts is None:
+            return list(MESSAGES)
+        more = self.parts.count - 1
+        sizes = {
+            "sums of the step": 6 + more,
+            "sums of the evaluation": 2 + more,
+            "gradient norm": self._grad_norm.numbers,
+        }
+        return [(kind, sizes.get(name, elements), name) for kind, elements, name in MESSAGES]
 
     def __call__(
         self,
@@ -109,6 +125,7 @@ class TrainStep:
         step out.
         """
         mine = [0.0, tokens if self.mesh.counts else 0, want_stop, vote, *trace]
+        own_tokens = self._own(tokens)
         while True:
             step = Step(
                 number, micro_batches, samples, self.precision.loss_scale * self.strategy.loss_factor / self.full_tokens
@@ -117,8 +134,11 @@ class TrainStep:
             step.tokens = int(all_tokens)
             step.loss = total_loss / max(step.tokens, 1)
             # From "per token of a full batch" and "times the loss scale" to the gradient of the mean loss.
-            step.factor = self.full_tokens / max(step.tokens, 1) / self.precision.loss_scale
-            step.grad_norm *= step.factor
+            step.own_tokens = step.tokens if own_tokens is None else own_tokens
+            step.factor = self.full_tokens / max(step.own_tokens, 1) / self.precision.loss_scale
+            step.own_norm = step.grad_norm = step.grad_norm * step.factor
+            if self._replica is not None:
+                step.grad_norm = self._mean(step.own_norm)
             finite = _finite(step.loss) and _finite(step.grad_norm)
             step.overflow = not finite and self.precision.scaled and _finite(step.loss)
             for hook in self.hooks:
@@ -161,6 +181,24 @@ class TrainStep:
         step.grad_norm = float(norm)
         return found if self.parts is None else self.parts.joined(found)
 
+    def _own(self, tokens: int) -> int | None:
+        """The tokens of this rank's replica; None if replicas do not train apart."""
+        if self._replica is None:
+            return None
+        if self._replica.data_size == 1:  # its ranks read the same samples
+            return tokens
+        found = torch.tensor([tokens], device=self.mesh.rank.device)
+        dist.all_reduce(found, group=self._replica.group("data"))
+        return int(found)
+
+    def _mean(self, own: float) -> float:
+        """The mean over all ranks; not finite if one is not: then no replica makes the update."""
+        if self.mesh.rank.world_size == 1:
+            return own
+        total = torch.tensor([own], dtype=torch.float64, device=self.mesh.rank.device)
+        dist.all_reduce(total)
+        return float(total) / self.mesh.rank.world_size
+
     def _bad(self, step: Step, finite: bool) -> Bad | None:
         if step.overflow:
             return None
@@ -170,8 +208,8 @@ class TrainStep:
 
     def _update(self, step: Step, lr: float) -> None:
         factor = step.factor
-        if self._clip and step.grad_norm > self._clip:
-            factor *= self._clip / (step.grad_norm + 1e-6)
+        if self._clip and step.own_norm > self._clip:
+            factor *= self._clip / (step.own_norm + 1e-6)
         if factor != 1.0:
             self.optimizer_hooks.scale_grads(factor)
         for group in self.optimizer.param_groups:
@@ -181,7 +219,8 @@ class TrainStep:
         for hook in self.hooks:
             hook.before_update(step)
         self.heartbeat.enter("update")
-        self.optimizer.step()
+        if self._replica is None or step.own_tokens:  # a short last batch may leave a replica nothing to learn from
+            self.optimizer.step()
         for hook in self.hooks:
             hook.updated(step)
 
@@ -328,6 +367,14 @@ def add_loss(sums: torch.Tensor, loss: torch.Tensor, parts: Parts | None) -> Non
         sums[0] += loss.detach()
     elif parts.part is not None:
         sums[parts.part] += loss.detach()
+
+
+def _group_of(replica: Mesh) -> dist.ProcessGroup | None:
+    """The ranks of one replica; None if it is one. They create the group alone."""
+    if len(replica.members) == 1:
+        return None
+    made: dist.ProcessGroup = dist.new_group(replica.members, use_local_synchronization=True)
+    return made
 
 
 def _finite(x: float) -> bool:

@@ -26,12 +26,15 @@ from raydist.data.batches import MicroBatch
 
 @dataclass(slots=True)
 class Step:
-    """One step as its hooks see it. The last five are known from `gradients_ready` on, and are the same on every rank.
+    """One step as its hooks see it. The last ones are known from `gradients_ready` on, and are the same on every rank but for
+    `factor`, `own_norm` and `own_tokens` where replicas train apart.
 
     `samples`: sequences of the global batch. `loss`: mean over the global batch's `tokens`, in nats. `grad_norm`: of
     the gradient of that mean, before clipping. `factor`: what turns the gradients as they are now into the gradient of that mean.
     `loss_factor`: what the loss of a micro-batch is multiplied by before its backward pass.
     `pending_factor`: what the optimizer will yet multiply the gradients by (see `OptimizerHooks`), known in `before_update`.
+    Where replicas train apart (`comm.every`), a replica's gradient is that of the mean over its `own_tokens`, with `own_norm`, and
+    `grad_norm` is the mean over the replicas. Else both are those of the global batch.
     """
 
     number: int
@@ -40,6 +43,8 @@ class Step:
     loss_factor: float = 1.0
     loss: float = field(default=float("nan"), init=False)
     grad_norm: float = field(default=float("nan"), init=False)
+    own_norm: float = field(default=float("nan"), init=False)
+    own_tokens: int = field(default=0, init=False)
     tokens: int = field(default=0, init=False)
     factor: float = field(default=1.0, init=False)
     overflow: bool = field(default=False, init=False)

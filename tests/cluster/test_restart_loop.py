@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raydist.cluster.run.restart_loop import storage_gone
 from raydist.cluster.run.stop_request import StopRequest
-from raydist.run.directory import RunDir, begin_attempt
+from raydist.run.directory import RunDir, begin_attempt, manifest_name, resume_attempt, step_folder
 
 
 def test_an_unmounted_file_system_is_no_new_run(tmp_path: Path) -> None:
@@ -33,3 +33,24 @@ def test_an_unmounted_file_system_is_no_new_run(tmp_path: Path) -> None:
     later.start()
     assert storage_gone(run, 3, StopRequest(), wait_s=60.0) is None
     later.join()
+
+
+def test_the_newest_checkpoint_never_goes_back(tmp_path: Path) -> None:
+    """A driver that has seen a commit does not go on from an older one, unless an attempt has voided it."""
+    run = RunDir(tmp_path)
+    for attempt, start, saved in ((1, 0, (10, 20)), (2, 20, (30,))):
+        begin_attempt(run, attempt)
+        resume_attempt(run, attempt, start)
+        for step in saved:
+            run.storage.write(f"{step_folder(step)}/{manifest_name(attempt)}", b"")
+    stop = StopRequest()
+    stop.add(2)
+    assert storage_gone(run, 2, stop, committed=(2, 30)) is None
+    shutil.move(tmp_path / step_folder(30), tmp_path / "aside")
+    cause = storage_gone(run, 2, stop, committed=(2, 30))
+    assert cause is not None
+    assert "does not have the checkpoint of step 30 any more, which this driver has seen" in cause
+    assert storage_gone(run, 2, stop, committed=(1, 20)) is None
+    begin_attempt(run, 3)
+    resume_attempt(run, 3, 20)  # step 30 was damaged
+    assert storage_gone(run, 3, stop, committed=(2, 30)) is None

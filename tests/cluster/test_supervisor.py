@@ -65,7 +65,12 @@ def test_stop_requests_add_up() -> None:
 
 def test_a_silent_head(tmp_path: Path) -> None:
     """After half of the limit the ranks save a checkpoint, once; an answer withdraws that; after the whole limit the run ends."""
-    head: Any = SimpleNamespace(address="10.0.0.1:6379", silent_s=0.0)
+    head: Any = SimpleNamespace(
+        address="10.0.0.1:6379",
+        silent_s=0.0,
+        dead=False,
+        why=lambda s: f"Ray's head at 10.0.0.1:6379 has not answered for {s:.0f} s",
+    )
     outage = HeadOutage(head, 40.0, RunDir(tmp_path))
     seen = []
     for seconds in (1.0, 21.0, 22.0, 1.0, 30.0, 41.0):

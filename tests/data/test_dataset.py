@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from raydist.data.batches import MASKED
 from raydist.data.dataset import TokenDataset, TokenSplit, Windows
+from raydist.data.index import BLOCK, SplitIndex
+from raydist.data.prepare import prepare
 from raydist.errors import DataError
 from raydist.storage import Storage
 
@@ -228,3 +230,57 @@ def test_an_index_names_no_file_outside_its_folder(
         TokenDataset(remote(folder)).split("train").read(0, 1)
     assert not cache.exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["foreign"]
+
+
+def test_a_changed_byte_is_noticed_when_its_block_is_read(tmp_path: Path) -> None:
+    """Also if it changes after the shard was opened; other blocks can be read, and each block is compared once."""
+    (tmp_path / "text").write_text("".join(f"{i}\n" for i in range(400_000)))
+    prepare([str(tmp_path / "text")], str(tmp_path / "out"), eval_fraction=0)
+    split = TokenDataset(tmp_path / "out").split("train")
+    assert split.shards[0].bytes > 4 * BLOCK
+    windows = Windows(split, 1024)
+    windows.batch(np.arange(3))
+    path = tmp_path / "out" / split.shards[0].file
+    at = 3 * BLOCK - 5
+    with path.open("r+b") as file:  # in place, as a disk or a stray write would
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+    token = at // 2
+    split.read(0, BLOCK // 2)
+    with pytest.raises(
+        DataError, match=f"{path.name}: bytes {2 * BLOCK} to {3 * BLOCK - 1} are not those that were written"
+    ):
+        split.read(token - 10_000, token - 9_000)
+    with pytest.raises(DataError, match="not those that were written"):
+        windows.batch(np.array([token // 1024]))
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(byte)
+    windows.batch(np.array([token // 1024]))
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+    windows.batch(np.array([token // 1024]))  # compared once, before
+
+
+def test_an_index_without_hashes_of_blocks(dataset: TokenDataset, tmp_path: Path) -> None:
+    """An older version's dataset is read as before, has the same fingerprint, and says that changes are not noticed."""
+    old = shutil.copytree(dataset.uri, tmp_path / "old")
+    index = dataset.index
+
+    def bare(split: SplitIndex) -> SplitIndex:
+        return dataclasses.replace(split, shards=tuple(dataclasses.replace(s, blocks=None) for s in split.shards))
+
+    made = dataclasses.replace(index, train=bare(index.train), eval=bare(index.eval))
+    assert b"blocks" not in made.to_bytes()
+    (old / "index.json").write_bytes(made.to_bytes())
+    found = TokenDataset(old)
+    assert (found.fingerprint, index.has_block_hashes, found.index.has_block_hashes) == (
+        dataset.fingerprint,
+        True,
+        False,
+    )
+    split, same = found.split("train"), dataset.split("train")
+    assert np.array_equal(split.read(0, len(split)), same.read(0, len(same)))

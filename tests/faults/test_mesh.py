@@ -2,7 +2,7 @@
 name the rank, although the others of its replica wait for it. What does not depend on the mesh is in tests/faults/test_survived.py,
 and so are replicas that differ, bad numbers and lack of memory; lost nodes: tests/end_to_end/test_nodes.py.
 
-Over a minute: nine attempts of four ranks.
+Over a minute: nine attempts of four ranks, and five of four ranks that share experts.
 """
 
 from __future__ import annotations
@@ -65,3 +65,24 @@ def test_faults_of_each_rank_of_a_mesh(project: Any) -> None:
     assert len({e["note"] for e in project.events("mesh-faults", "fault")}) == len(DEATHS) + len(REST)
     assert exact(project.steps("mesh-faults")) == exact(project.steps("mesh-no-fault"))
     assert project.weights("mesh-faults", STEPS) == project.weights("mesh-no-fault", STEPS)
+
+
+EXPERTS = ["model.name=mixtral", "model.layers=2", "model.width=16", "model.heads=2", "model.hidden=16", "parallel.strategy=zero1",
+           "parallel.expert=4", "cluster.workers=4", "cluster.cpus_per_worker=0.5", "recovery.step_timeout=3",
+           "recovery.max_failures=-1", "train.steps=22", "checkpoint.keep=100"]  # fmt: skip
+
+
+def test_each_rank_that_shares_experts_stops(project: Any) -> None:
+    """dp 4 with the experts of each layer on all four: SIGSTOP of each rank, while the others wait for its experts. The rank is
+    named, and the run has the bits of an undisturbed one. SIGKILL: tests/worker/test_exactness.py."""
+    fields = [word for field in EXPERTS for word in ("--set", field)]
+    project.train("experts-no-fault", *fields, own_model=False)
+    # The first steps of an attempt have no time limit.
+    faults: list[Fault] = [Suspend(rank=rank, step=5 + 5 * rank, phase="backward") for rank in range(4)]
+    done = project.warm("train", "job.yaml", "--name", "experts", *fields, *write(project, "experts", faults))
+    assert done.returncode == 0, done.stderr
+    failures = project.events("experts", "failure")
+    assert [(f["rank"], f["fault"]) for f in failures] == [(rank, "worker_hung") for rank in range(4)]
+    assert all("stopped (SIGSTOP)" in failure["cause"] for failure in failures)
+    assert exact(project.steps("experts")) == exact(project.steps("experts-no-fault"))
+    assert project.weights("experts", 22) == project.weights("experts-no-fault", 22)

@@ -15,7 +15,7 @@ import pytest
 from raydist.launch.oom_detector import MemoryWatch
 
 LIMIT = 64 << 20
-EATER = "import sys; sys.stdin.readline(); kept = [bytearray(1 << 20) for _ in range(1 << 12)]"
+EATER = "import sys; print(flush=True); sys.stdin.readline(); kept = [bytearray(1 << 20) for _ in range(1 << 12)]"
 OLD = Path("/sys/fs/cgroup/memory")
 """Where version 1 is mounted, if it has the memory controller."""
 
@@ -38,8 +38,11 @@ def cgroup() -> Iterator[Path]:
 
 
 def started() -> subprocess.Popen[bytes]:
-    """A process that takes memory without end once it gets a line."""
-    return subprocess.Popen([sys.executable, "-c", EATER], stdin=subprocess.PIPE)
+    """A process that runs, and takes memory without end once it gets a line."""
+    process = subprocess.Popen([sys.executable, "-c", EATER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"\n"
+    return process
 
 
 def test_the_kernels_kill(cgroup: Path) -> None:

@@ -24,6 +24,7 @@ from raydist.errors import UserError
 from raydist.planner import measure as measure_module
 from raydist.planner.advice import advise
 from raydist.planner.estimate import batches, estimate, last_share, measured_pass, shard_of, traffic
+from raydist.planner.estimate import refusal as untrainable
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak
 from raydist.planner.live import LiveBytes
 from raydist.planner.measure import Planner
@@ -242,6 +243,23 @@ def test_compressed_gradients(strategy: str, share: float) -> None:
         return estimate(strategy, spec, machine, model, Activations(0, (Peak("forward", 0, 0, 0),))).in_flight
 
     assert held(int8) - held(plain) == pytest.approx((8 + 2 * (1 + 4 / 1024)) * 2**20, rel=1e-4)
+
+
+@pytest.mark.parametrize(("compress", "number"), [("none", 4.0), ("int8", 1 + 4 / 1024)])
+def test_outer_steps(compress: str, number: float) -> None:
+    """On average a step sends an all-reduce's bytes over comm.every. Outer weights and momentum are held by rows, rounded sums need
+    whole outer weights; buffers are those of a fragment. zero2 cannot train the job."""
+    model = Model((Param("head", (1024, 1024), True, ROOT),), 0)
+    plain, machine, size = job(), Machine(2, 1, "cpu"), 2**20
+    apart = job(comm={"every": 32, "fragments": 2, "compress": compress})
+    assert traffic("ddp", apart, machine, model).sums == pytest.approx(number * size / 32, rel=1e-4)
+
+    def held(spec: JobSpec) -> int:
+        return estimate("ddp", spec, machine, model, Activations(0, (Peak("forward", 0, 0, 0),))).in_flight
+
+    state = 8 * size / 2 + (4 * size if compress == "int8" else 4 * size / 2)
+    assert held(apart) - held(plain) == pytest.approx(state + (2 * number + 4) * size / 2, rel=1e-4)
+    assert "comm.every: 32" in str(untrainable("zero2", apart, machine, model))
 
 
 @pytest.mark.parametrize(

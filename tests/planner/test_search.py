@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from raydist.cli import plan
 from raydist.errors import UsageError
+from raydist.planner.advice import changed
 from raydist.planner.estimate import estimates
 from raydist.planner.facts import Activations, Machine, Model, Param, Pass, Peak, Stage
 from raydist.planner.measure import Planner
@@ -55,11 +56,11 @@ class Blocks:
         return Activations(kept, (Peak("backward", 0, kept, 0),), sent, passed_on=passed)
 
 
-def found(usable: float) -> Found:
+def found(usable: float, spec: JobSpec = SPEC) -> Found:
     card = find("h100")
     assert card is not None
     machine = Machine(8, 8, "cuda", round((usable + 1) * GIB / 0.95))
-    return search(SPEC, machine, card, 1e12, BLOCKS, Blocks)
+    return search(spec, machine, card, 1e12, BLOCKS, Blocks)
 
 
 def meshes(result: Found) -> list[tuple[int, int]]:
@@ -78,6 +79,26 @@ def test_with_much_memory_the_simplest_is_the_fastest() -> None:
     assert result.too_large == {}
     speeds = [one.speed.tokens_per_second for one in result.best]
     assert all(b < 1.006 * a for a, b in pairwise(speeds))
+
+
+def test_a_budget_of_tokens_is_fitted() -> None:
+    """With data.batching the size of a micro-batch is data.batching.max_tokens: so many of the longest sequences as fit, at least
+    `min` and at most `max`, which stay as long as in the job."""
+    batching = {"max_tokens": 100, "min": 2, "max": 8}
+    spec = job(
+        data={"batching": batching},
+        train={"global_batch": 64},
+        model={**SPEC.model.model_dump()},
+        cluster={"workers": 8},
+    )
+    assert spec.longest == 50
+    much, little = (found(usable, spec).best[0] for usable in (100, 9.5))
+    assert much.changes == {"data.batching.max_tokens": 8 * 50, "data.batching.longest": 50}
+    assert (little.estimate.strategy, little.spec.data.batching.max_tokens) == ("zero1", 4 * 50)
+    assert [one.spec.longest for one in (much, little)] == [50, 50]
+    assert changed(spec, little.changes).largest_pass == (4, 50)
+    sizes = {one.spec.largest_pass[0] for usable in (100, 9.5, 3) for one in found(usable, spec).best}
+    assert sizes <= {2, 4, 8}
 
 
 def test_less_memory_shards_first() -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from raydist.cli import watch as command
 from raydist.errors import RunNotFound
 from raydist.observe.run_monitor import RunMonitor
-from raydist.records import StepRecord
+from raydist.records import Event, StepRecord
 from raydist.report import time_breakdown, watch
 from raydist.run.directory import SPEC, RunDir
 
@@ -68,7 +68,8 @@ def test_a_view(monitor: RunMonitor, tmp_path: Path) -> None:
 
 
 def test_experts(monitor: RunMonitor, tmp_path: Path) -> None:
-    """The last step's imbalance and exchanged bytes are shown for a model with experts alone."""
+    """The last step's imbalance and exchanged bytes are shown for a model with experts alone; and the newest loads that were
+    recorded, with a bar for each expert."""
     seen = watch.view(RunDir(tmp_path / "a-run"))
     assert (seen["expert_imbalance"], seen["exchanged_bytes"]) == (None, None)
     assert "imbalance" not in watch.line(seen)
@@ -79,6 +80,28 @@ def test_experts(monitor: RunMonitor, tmp_path: Path) -> None:
     seen = watch.view(RunDir(tmp_path / "a-run"))
     assert (seen["expert_imbalance"], seen["exchanged_bytes"]) == (1.25, 3 << 20)
     assert "experts' imbalance 1.25  exchanged 3.0 MiB/step" in watch.line(seen)
+    assert "last sync" not in watch.line(seen)
+    assert seen["expert_loads"] is None
+    layers = {"blocks.0.mlp": {"loads": [4, 0, 8, 4], "bias": [0.0] * 4}, "blocks.1.mlp": {"loads": [4, 4, 4, 4]}}
+    told = {"step": 10, "imbalance": 2.0, "exchanged": 3 << 20, "layers": layers}
+    monitor.push([], [Event("expert_loads", time.time(), told).to_dict()])
+    monitor.flush()
+    seen = watch.view(RunDir(tmp_path / "a-run"))
+    assert seen["expert_loads"] == {"step": 10, "layers": {"blocks.0.mlp": [4, 0, 8, 4], "blocks.1.mlp": [4, 4, 4, 4]}}
+    console = Console(file=io.StringIO(), width=140)
+    console.print(watch.panel(seen))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "blocks.0.mlp  ▅·█▅  fullest 2.00 of the mean, 1 idle" in shown
+    assert "blocks.1.mlp  ████  fullest 1.00 of the mean" in shown
+    monitor.end("finished")
+
+
+def test_outer_steps(monitor: RunMonitor, tmp_path: Path) -> None:
+    """What the last one cost is shown where replicas train apart."""
+    step = StepRecord(1, 3.0, 1e-3, 1.0, 10, 2.0, 0.1, 2, 1, "0" * 16, local_step=True)
+    monitor.push([replace(step, sync_seconds=0.05, sync_bytes=3 << 20).to_dict()], [])
+    monitor._store_state()
+    assert "last sync 3.0 MiB in 50 ms" in watch.line(watch.view(RunDir(tmp_path / "a-run")))
     monitor.end("finished")
 
 

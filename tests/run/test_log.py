@@ -121,6 +121,15 @@ def test_figures_of_experts(run: RunDir) -> None:
     assert read_steps(run)["exchanged_bytes"].to_pylist() == [None, 2**53 + 1, 0]
 
 
+def test_local_steps_are_booleans(run: RunDir) -> None:
+    """Null without outer steps."""
+    values = [None, True, False, *(s % 3 == 0 for s in range(10))]
+    log = RunLog(run)
+    log.steps([record(s, local_step=value) for s, value in enumerate(values, 1)])
+    log.close()
+    assert read_steps(run)["local_step"].to_pylist() == values
+
+
 def test_a_new_run_has_nothing(run: RunDir) -> None:
     """A run without files gives empty results with the right schema."""
     assert read_steps(run).schema.equals(SCHEMA)

@@ -86,6 +86,12 @@ def test_all_problems_at_once() -> None:
     assert len(lines) == 6
 
 
+def test_batches_by_tokens_need_no_micro_batch() -> None:
+    """With data.batching train.micro_batch, which has a default, is not used, and need not divide the global batch."""
+    assert load(QUICKSTART, ["train.global_batch=12", "data.batching.max_tokens=1024"]).train.micro_batch == 8
+    assert "12 is not a whole number of micro-batches of 8" in "".join(problems("train.global_batch=12"))
+
+
 def test_a_wrong_type_does_not_hide_a_combination() -> None:
     """In one section, a value of the wrong type and an impossible combination are both reported."""
     text = "\n".join(problems("train.steps=abc", "train.micro_batch=5"))

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from raydist import registry
 from raydist.data.prepare import prepare
 from raydist.faults import Kill
-from tests.worker.test_exactness import PLAIN, STEPS, Run, assert_same
+from raydist.worker.distributed import Rank
+from tests.training import run
+from tests.worker.test_exactness import PLAIN, STEPS, Run, assert_same, attempt
 
 BATCHING = {"max_tokens": 24, "multiple": 4, "global_tokens": 72}
 ALONE = {**BATCHING, "max": 1, "multiple": 1}
@@ -124,6 +127,36 @@ def test_killed_ranks_leave_no_trace(
     notes = [note["text"] for note in undisturbed.told("note")]
     assert any("are longer than 8 tokens, and are split into" in note for note in notes)
     assert any("micro-batches have" in note and "shapes" in note for note in notes) == (lengths is not None)
+
+
+def counting(rank: Rank, *arguments: Any) -> tuple[str, int]:
+    """An attempt; and how many graphs it has compiled."""
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    return attempt(rank, *arguments), counters["stats"]["unique_graphs"]
+
+
+def test_a_compiled_model_has_few_shapes(ranks: Any, dataset: str, tmp_path: Path) -> None:
+    """`train.compile: blocks` with two lengths, and one or two rows: the losses of the model that is not compiled, and on each rank
+    a graph of the block and one of the head for each of the 4 shapes. One block, no evaluation: to compile takes seconds.
+    """
+    batching = {"max_tokens": 16, "max": 2, "lengths": 2, "multiple": 4, "global_tokens": 72}
+    made = {}
+    for compiled in (False, "blocks"):
+        sections = {
+            "data": {"path": dataset, "batching": batching},
+            "train": {"compile": compiled},
+            "eval": {"every": None},
+        }
+        one = made[compiled] = Run(ranks, dataset, tmp_path / str(compiled), "zero2", {**PLAIN, "layers": 1}, sections)
+        for status, graphs in run(ranks, counting, 2, *one._arguments(STEPS)):
+            assert (status, graphs) == ("finished", 8 if compiled else 0)
+    (note,) = [note["text"] for note in made["blocks"].told("note") if "shapes" in note["text"]]
+    assert "4 shapes" in note
+    for row, same in zip(made["blocks"].rows(), made[False].rows(), strict=True):
+        assert row["samples_hash"] == same["samples_hash"]
+        assert row["loss"] == pytest.approx(same["loss"], rel=1e-5)  # kernels that sum in another order
 
 
 def test_sequences_of_a_global_batch(ranks: Any, dataset: str, tmp_path: Path) -> None:

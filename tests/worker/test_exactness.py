@@ -138,9 +138,9 @@ class Run:
         self._ranks, self._dataset, self._strategy, self._model = ranks, dataset, strategy, model or {}
         self.attempts, self.mesh, self._sections = 0, mesh, sections or {}
 
-    def train(self, world: int = 2, until: int = STEPS) -> str:
+    def train(self, world: int = 2, until: int = STEPS, faults: Any = ()) -> str:
         """One complete attempt; returns its status."""
-        return str(run(self._ranks, attempt, world, *self._arguments(until))[0])
+        return str(run(self._ranks, attempt, world, *self._arguments(until), faults)[0])
 
     def die(self, faults: Any, guilty: int, world: int = 2) -> None:
         """One attempt in which that rank is killed; the others must notice that they lost a peer."""

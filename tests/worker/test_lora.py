@@ -16,7 +16,8 @@ import torch
 import yaml
 
 from raydist import registry
-from raydist.checkpoint import manifest
+from raydist.checkpoint import base_weights, manifest
+from raydist.checkpoint.base_weights import BASE
 from raydist.cluster import preflight
 from raydist.data.prepare import prepare
 from raydist.errors import CheckpointError, SpecError, UserError
@@ -28,9 +29,9 @@ from raydist.run.directory import RunDir
 from raydist.spec import JobSpec, ModelSpec, load, parse
 from raydist.spec.lora import linear_names
 from raydist.spec.training import LoraSpec
-from raydist.worker import base_weights, pretrained
+from raydist.worker import base_weights as shared
+from raydist.worker import pretrained
 from raydist.worker.attempt import Job, MonitorChannel
-from raydist.worker.base_weights import BASE
 from raydist.worker.build import build_model
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
@@ -201,7 +202,8 @@ def test_a_killed_run_ends_with_the_same_bits(
 
 
 def test_another_base_is_refused(ranks: Any, base: Path, tokens: str, tmp_path: Path) -> None:
-    """One changed bit in the folder, and the run does not continue; a copy at another place is the same base."""
+    """One changed bit in the folder, and the run does not continue, which the driver finds before any worker starts; a copy at
+    another place is the same base."""
     copy = Path(shutil.copytree(base, tmp_path / "copy"))
     spec = job(base, tokens, tmp_path / "job")
     moved = job(copy, tokens, tmp_path / "moved")
@@ -212,6 +214,12 @@ def test_another_base_is_refused(ranks: Any, base: Path, tokens: str, tmp_path: 
     file.write_bytes(raw)
     with pytest.raises(CheckpointError, match="has other weights than the adapters were trained on"):
         run(None, attempt, 1, moved, str(tmp_path), 2)
+    newest = manifest.read_newest(RunDir(str(tmp_path / "run")))
+    assert newest is not None
+    with pytest.raises(UserError, match="has other weights than the adapters were trained on") as caught:
+        base_weights.check_early(moved, newest)
+    assert caught.value.exit_code == 2
+    base_weights.check_early(spec, newest)
     raw[-1] ^= 1
     file.write_bytes(raw)
     assert run(None, attempt, 1, moved, str(tmp_path), 3) == ["finished"]
@@ -226,7 +234,7 @@ def test_the_fingerprint_is_the_same_on_any_number_of_ranks(
 
 def fingerprint_on(rank: Rank, folder: Path) -> str:
     """On one rank."""
-    return base_weights.fingerprint(folder, rank)
+    return shared.fingerprint(folder, rank)
 
 
 def test_weights_that_one_rank_cannot_read(ranks: Any, base: Path, tmp_path: Path) -> None:
@@ -238,7 +246,7 @@ def test_weights_that_one_rank_cannot_read(ranks: Any, base: Path, tmp_path: Pat
 
 def unreadable_on_one(rank: Rank, folder: Path, gone: Path) -> str:
     """Rank 1 sees another folder."""
-    return base_weights.fingerprint(gone if rank.rank else folder, rank)
+    return shared.fingerprint(gone if rank.rank else folder, rank)
 
 
 def test_layers_for_further_tokens_get_no_adapters() -> None:

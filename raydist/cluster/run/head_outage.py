@@ -1,7 +1,6 @@
 """Whether Ray's head has stopped answering for so long that the run must checkpoint, or end.
 
 Runs in: the driver. Never imports torch or ray. The supervisor's main thread calls `look`; the restart loop reads `ending`.
-A run on a private Ray has no HeadMonitor: its head ends with the driver.
 """
 
 from __future__ import annotations
@@ -9,30 +8,49 @@ from __future__ import annotations
 from typing import Literal
 
 from raydist.cluster.head_monitor import HeadMonitor
+from raydist.cluster.private_head import PrivateHead
 from raydist.cluster.run.request import Ending
 from raydist.run.directory import RunDir
 
+ASKED_S = 10.0
+"""How long a run that was asked to stop waits for a head that is silent."""
+
 
 class HeadOutage:
-    """`limit_s`: recovery.head_timeout. After half of it the ranks save a checkpoint, after all of it the run ends."""
+    """`limit_s`: recovery.head_timeout. After half of it the ranks save a checkpoint, after all of it the run ends. `head`: of a
+    cluster, or of a private Ray; None: nothing is watched.
+    """
 
-    def __init__(self, head: HeadMonitor | None, limit_s: float, run: RunDir) -> None:
+    def __init__(self, head: HeadMonitor | PrivateHead | None, limit_s: float, run: RunDir) -> None:
         self._head, self._limit_s, self._run = head, limit_s, run
         self.silent = False
         """Whether the head was silent when `look` was last called. Only `look` sets it."""
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the head; "" for a private Ray."""
+        """HOST:PORT of the head."""
         return self._head.address if self._head is not None else ""
 
-    def look(self) -> Literal["same", "silent", "answers", "gone"]:
-        """What has changed since the last call. "gone": the head has been silent for longer than the limit."""
+    @property
+    def dead(self) -> bool:
+        """Whether the head does not come back."""
+        return self._head is not None and self._head.dead
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether no actor can be called any more."""
+        return self.dead and self._head is not None and not self._head.patience_s
+
+    def look(self, asked: bool = False) -> Literal["same", "silent", "answers", "gone"]:
+        """What has changed since the last call. "gone": the head has been silent for longer than the limit. `asked`: the user has
+        asked the run to stop.
+        """
         if self._head is None:
             return "same"
-        before, seconds = self.silent, self._head.silent_s
-        self.silent = seconds > self._limit_s / 2
-        if seconds > self._limit_s:
+        before, seconds, dead = self.silent, self._head.silent_s, self._head.dead
+        limit = self._head.patience_s if dead else min(self._limit_s, ASKED_S) if asked else self._limit_s
+        self.silent = dead or seconds > limit / 2
+        if seconds > limit:
             return "gone"
         if self.silent == before:
             return "same"
@@ -42,10 +60,14 @@ class HeadOutage:
         """The run's ending while the head is silent; None while it answers."""
         if self._head is None or not self.silent:
             return None
-        seconds = self._head.silent_s
-        where = f"Ray's head at {self._head.address}"
-        cause = f"{where} has not answered for {seconds:.0f} s; once it does, run the same command again to continue"
+        then = "run the same command again to continue"
+        then = then if self._head.dead else f"once it does, {then}" if isinstance(self._head, HeadMonitor) else then
+        cause = f"{self._head.why(self._head.silent_s)}; {then}"
         return Ending("stopped", self._run.newest_step(), cause=cause)
+
+    def why(self) -> str:
+        """What is wrong with the head, now."""
+        return self._head.why(self._head.silent_s) if self._head is not None else ""
 
     def close(self) -> None:
         """Ends the HeadMonitor's thread."""

@@ -14,6 +14,7 @@ from typing import Any
 from raydist.records import Event
 
 _ANSWER_S = 30.0
+_SNAPSHOT_S = 5.0
 _AGAIN_S = 0.5
 
 
@@ -27,12 +28,12 @@ class MonitorClient:
 
     def snapshot(self, seen: int) -> dict[str, Any] | None:
         """The state of the run, with the events from number `seen` on; None if the monitor does not answer."""
-        found: dict[str, Any] | None = self._ask(self.actor.snapshot, seen)
+        found: dict[str, Any] | None = self._ask(self.actor.snapshot, seen, timeout_s=_SNAPSHOT_S)
         return found
 
     def last_step(self) -> int:
         """The newest step that the monitor knows; 0 if there is none, or if it does not answer."""
-        found = self.snapshot(sys.maxsize)
+        found = self._ask(self.actor.snapshot, sys.maxsize)
         return int(found["record"]["step"]) if found and found["record"] else 0
 
     def command(self, command: str | None) -> None:
@@ -55,11 +56,12 @@ class MonitorClient:
                     raise
                 time.sleep(_AGAIN_S)  # Ray starts it again
 
-    def end(self, status: str, cause: str) -> None:
-        """The run has ended. Returns when that is on storage. Raises what the monitor raises."""
+    def end(self, status: str, cause: str, timeout_s: float | None = None) -> None:
+        """The run has ended. Returns when that is on storage. Raises what the monitor raises, and TimeoutError."""
         import ray
 
-        ray.get(self.actor.end.remote(status, **({"cause": cause} if cause else {})), timeout=2 * _ANSWER_S)
+        limit = 2 * _ANSWER_S if timeout_s is None else timeout_s
+        ray.get(self.actor.end.remote(status, **({"cause": cause} if cause else {})), timeout=limit)
 
     def say(self, kind: str, **data: Any) -> None:
         """Records an event with the present time."""
@@ -76,12 +78,12 @@ class MonitorClient:
             if self._unsent and self._ask(self.actor.push, [], self._unsent) is not None:
                 self._unsent.clear()
 
-    def _ask(self, method: Any, *args: Any) -> Any:
+    def _ask(self, method: Any, *args: Any, timeout_s: float = _ANSWER_S) -> Any:
         """The monitor's answer; None if it does not answer: training continues without it."""
         import ray
         from ray.exceptions import RayError
 
         try:
-            return ray.get(method.remote(*args), timeout=_ANSWER_S)
+            return ray.get(method.remote(*args), timeout=timeout_s)
         except (RayError, TimeoutError):
             return None

@@ -31,21 +31,25 @@ _STORAGE_S, _LOOK_S = 60.0, 1.0
 """How long to wait for a file system that is not there between two attempts, and how often to look."""
 
 
-def storage_gone(run: RunDir, begun: int, stop: StopRequest, wait_s: float = _STORAGE_S) -> str | None:
-    """Why the run's storage is not what it was: the note of attempt `begun`, which this driver wrote, is not there. Else None.
+def storage_gone(
+    run: RunDir, begun: int, stop: StopRequest, wait_s: float = _STORAGE_S, committed: tuple[int, int] = (0, 0)
+) -> str | None:
+    """Why the run's storage is not what it was: the note of attempt `begun`, which this driver wrote, is not there, or the newest
+    checkpoint is older than `committed`, the (attempt, step) of one that this driver has seen. Else None.
 
     An unmounted file system leaves an empty folder, which looks like a new run. Waits for it up to `wait_s`, or until `stop`.
     """
-    deadline = time.monotonic() + wait_s
+    deadline, lacking = time.monotonic() + wait_s, f"attempt {begun} any more, which this driver has started"
     while True:
         with contextlib.suppress(StorageError):
-            if begun in run.lineage().begun:
-                return None
+            lineage = run.lineage()
+            if begun in lineage.begun:
+                # A later attempt that went back, because a checkpoint was damaged, has voided it.
+                if max(run.manifests(lineage), default=0) >= committed[1] or lineage.voided_by(*committed) is not None:
+                    return None
+                lacking = f"the checkpoint of step {committed[1]} any more, which this driver has seen"
         if time.monotonic() > deadline or stop.wait(_LOOK_S):
-            return (
-                f"{run.uri} does not have attempt {begun} any more, which this driver has started: is its file system mounted? "
-                "Nothing was written there"
-            )
+            return f"{run.uri} does not have {lacking}: is its file system mounted? Nothing was written there"
 
 
 class RestartLoop:
@@ -67,6 +71,11 @@ class RestartLoop:
         self._outage, self._injector, self._private, self._keeps = outage, injector, private, keeps
         self._spec = request.spec
         """Of the present attempt."""
+        self._committed = 0, 0
+
+    def saved(self, attempt: int, step: int) -> None:
+        """That attempt has committed a checkpoint. From any thread."""
+        self._committed = attempt, step
 
     def run(self) -> Ending:
         """How the run ended. Raises what is not the failure of an attempt."""
@@ -85,7 +94,9 @@ class RestartLoop:
                 group = self._gather()
                 if isinstance(group, Ending):
                     return group
-                if incident is not None and (cause := storage_gone(run, number, self._stop_request)):
+                if incident is not None and (
+                    cause := storage_gone(run, number, self._stop_request, committed=self._committed)
+                ):
                     return Ending("stopped", self._monitor.last_step() or 0, cause=cause)
                 number += 1
                 begin_attempt(run, number)  # an earlier attempt, wherever it still runs, can no longer commit
@@ -189,6 +200,8 @@ class RestartLoop:
         match decide(failure, history, spec.recovery, passes, elsewhere=elsewhere):
             case Restart(after_s, because, micro_batch, exclude, max_tokens):
                 changes: dict[str, Any] = {"after_s": after_s, "micro_batch": micro_batch, "exclude": exclude}
+                if max_tokens is not None:
+                    changes["max_tokens"] = max_tokens
                 self._monitor.say("decision", action="restart", because=because, **changes)
                 if exclude is not None:
                     self._elasticity.exclude(exclude)

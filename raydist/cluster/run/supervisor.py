@@ -24,7 +24,9 @@ from contextlib import closing, nullcontext
 from types import FrameType
 from typing import Any, Protocol
 
+from raydist.cluster import head_monitor
 from raydist.cluster.head_monitor import HeadMonitor
+from raydist.cluster.private_head import PrivateHead
 from raydist.cluster.run.elasticity import Elasticity
 from raydist.cluster.run.fault_injector import DriverInjector
 from raydist.cluster.run.head_outage import HeadOutage
@@ -36,8 +38,13 @@ from raydist.cluster.run.worker_group_slot import WorkerGroupSlot
 from raydist.cluster.session import Session
 from raydist.records import Event
 from raydist.run.directory import RunDir
+from raydist.run.log_writer import write_end
 
 _REFRESH_S = 0.5
+_FORCED_S = 15.0
+"""How long a run may take to end after the second signal."""
+_DEAD_END_S = 5.0
+"""How long the monitor may take to write the end when the GCS is dead."""
 _STEADY_AFTER_S = 10.0
 _STEADY_REFRESH_S = 1.0
 """The interval once a run has lasted `_STEADY_AFTER_S`: each snapshot takes a millisecond from ranks that use all cores."""
@@ -84,7 +91,7 @@ class Supervisor:
         self._lost, self._asked = lost, asked
         self._ending: Ending | None = None
         self._error: BaseException | None = None
-        self._seen = 0
+        self._seen = self._attempt = 0
         self._begun = self._shown = time.monotonic()
 
     @classmethod
@@ -113,7 +120,8 @@ class Supervisor:
         kind = worker_kind(spec, request.gpus)
         elasticity = Elasticity(spec, kind, run.name, own, monitor, stop_request, private=private)
         injector = DriverInjector(run, monitor, session.address) if request.faults else None
-        outage = HeadOutage(None if private else HeadMonitor(session.address), spec.recovery.head_timeout, run)
+        head = PrivateHead(session.address, session.processes) if session.processes else HeadMonitor(session.address)
+        outage = HeadOutage(head, spec.recovery.head_timeout, run)
         attempts = RestartLoop(
             request, elasticity, monitor, stop_request, outage, injector, private=private, keeps=slot is not None
         )
@@ -140,7 +148,7 @@ class Supervisor:
         attempts = threading.Thread(target=self._train, name="raydist-attempts", daemon=True)
         with handling(self._on_signal) if signals else nullcontext(), closing(self._outage):
             attempts.start()
-            acted = 0
+            acted, forced = 0, None
             while attempts.is_alive():
                 attempts.join(self._refresh_s)
                 if not stop_request.signals and (who := self._asked()) is not None:
@@ -149,9 +157,14 @@ class Supervisor:
                 if len(stop_request.signals) > acted:
                     acted = len(stop_request.signals)
                     self._act_on_signal(acted)
+                    forced = time.monotonic() if acted > 1 and forced is None else forced
+                if forced is not None and time.monotonic() - forced > _FORCED_S:
+                    number = stop_request.signals[-1]
+                    self._ending = self._ending or Ending("interrupted", self._run.newest_step(), signal=number)
+                    break
                 if (lost := self._lost()) is not None:
                     self._error = lost  # nothing more is written: the folder is another driver's
-                    self._elasticity.abort()
+                    self._abort()
                 if stop_request.cancelled:
                     self._elasticity.cancel()  # again: an attempt may have begun since the first call
                 if self._without_head():
@@ -159,18 +172,15 @@ class Supervisor:
                 self._show()
             if self._error is not None:
                 raise self._error
+            if attempts.is_alive():
+                head_monitor.lost = True  # its thread may be in any call of Ray: nothing may be torn down below it
+            self._outage.look()
+            if self._outage.dead and (self._ending is None or self._ending.status == "stopped"):
+                self._ending = self._outage.ending()  # whatever the ranks made of it
             assert self._ending is not None
-            if self._injector is not None:
-                self._injector.look()
-            self._monitor.push()
-            try:
-                self._monitor.end(self._ending.status, self._ending.cause)
-            except Exception as error:
-                if self._ending.status != "stopped":
-                    raise
-                # The run's own cause is the error to report.
-                self._view.note(f"the run's end could not be written down: {error}")
-            self._show(last=True)
+            self._record_end(self._ending)
+            if not self._outage.dead:
+                self._show(last=True)
         return self._ending
 
     @property
@@ -191,13 +201,13 @@ class Supervisor:
 
     def _without_head(self) -> bool:
         """Whether the head is gone for good. Before that the ranks are asked for a checkpoint: they can train without the head."""
-        change, outage = self._outage.look(), self._outage
+        change, outage = self._outage.look(asked=bool(self._stop_request.signals)), self._outage
         if change == "gone":
             self._ending = self._ending or outage.ending()
             return True
         if change != "same":
-            silent = "does not answer: one checkpoint, and the run ends unless it comes back"
-            self._view.note(f"Ray's head at {outage.address} {silent if change == 'silent' else 'answers again'}")
+            silent = f"{outage.why()}: one checkpoint, and the run ends{'' if outage.dead else ' unless it comes back'}"
+            self._view.note(silent if change == "silent" else f"Ray's head at {outage.address} answers again")
             self._monitor.command(self._stop_request.command(change == "silent"))
         return False
 
@@ -211,7 +221,33 @@ class Supervisor:
             self._view.note("stopping: one checkpoint, then a clean end (again to end at once)")
             self._monitor.command(self._stop_request.command())
         else:
-            self._elasticity.abort()
+            self._abort()
+
+    def _abort(self) -> None:
+        """In a thread: Ray may not answer."""
+        threading.Thread(target=self._elasticity.abort, name="raydist-abort", daemon=True).start()
+
+    def _record_end(self, ending: Ending) -> None:
+        """Returns when the run's end is on storage: by the monitor, or, if that cannot be called, by this process."""
+        from ray.exceptions import RayActorError
+
+        try:
+            if self._outage.cut_off:
+                raise TimeoutError(self._outage.why())
+            if self._injector is not None:
+                self._injector.look()
+            self._monitor.push()
+            self._monitor.end(ending.status, ending.cause, _DEAD_END_S if self._outage.dead else None)
+        except (RayActorError, TimeoutError) as error:
+            self._view.note(
+                f"the monitor did not write the run's end, and its last records: {str(error).splitlines()[0]}"
+            )
+            write_end(self._run, ending.status, ending.cause)
+        except Exception as error:
+            if ending.status != "stopped":
+                raise
+            # The run's own cause is the error to report.
+            self._view.note(f"the run's end could not be written down: {error}")
 
     def _show(self, last: bool = False) -> None:
         if self._injector is not None:
@@ -227,6 +263,10 @@ class Supervisor:
         if self._stop_request.signals and snapshot["command"] is None and not last:
             self._monitor.command(self._stop_request.command())  # the monitor was restarted and has lost the command
         for raw in snapshot["events"]:
+            if raw["kind"] == "attempt_started":
+                self._attempt = int(raw["attempt"])
+            elif raw["kind"] == "checkpoint_saved":
+                self._attempts.saved(self._attempt, int(raw["step"]))
             self._view.event(Event.from_dict(raw))
         self._view.update(snapshot)
         if snapshot["record"] is not None:

@@ -16,7 +16,7 @@ from raydist.cluster.run.request import Ending, Request
 from raydist.cluster.run.supervisor import Supervisor
 from raydist.cluster.run.worker_group_slot import WorkerGroupSlot
 from raydist.cluster.session import Session
-from raydist.cluster.sweep.micro_batch_memory import MicroBatches, shrunk
+from raydist.cluster.sweep.micro_batch_memory import MicroBatches, shrunk, size, size_field
 from raydist.errors import RaydistError, StorageError
 from raydist.records import Event
 from raydist.report.sweep.figures import measure
@@ -94,8 +94,8 @@ class TrialRun:
 
     `post` gets its reports: tokens, step, loss, eval_loss, done, and the objective if it is known; `last`: the report of the last
     step. `metric`: of the objective. `failures`: so far; `allowed`: how many are retried. `fits`: the micro-batches that fit, of
-    the whole sweep; `micro_batch`: the last one of this trial, if it differs from the spec's. `before`: an earlier part of the same
-    trial; this one waits for its end, then calls `prepare`.
+    the whole sweep; `micro_batch`: the size of its last micro-batches, if it differs from the spec's. `before`: an earlier part of
+    the same trial; this one waits for its end, then calls `prepare`.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class TrialRun:
 
     def event(self, event: Event) -> None:
         """One event of the run."""
-        if (micro_batch := shrunk([event])) is not None:
-            self._fits.learn(self.plan.job, micro_batch)
+        if (fits := shrunk([event])) is not None:
+            self._fits.learn(self.plan.job, fits)
         if event.kind == "eval":
             self._progress["eval_loss"] = event.data["loss"]
             if self._metric == "eval_loss" and event.data["step"] > self._progress["step"]:
@@ -246,7 +246,8 @@ class TrialRun:
                 self._note("failed", cause=ending.cause, final=final)
                 if not final:
                     before, self._request = self._request, self._fits.fitted(self._request)
-                    changed = {"micro_batch": _micro_batch(self._request)} if self._request != before else {}
+                    spec = self._request.spec
+                    changed = {size_field(spec): size(spec)} if self._request != before else {}
                     again = f"failure {self.failures}; up to {self._allowed} are retried"
                     self._log.event("retried", name, because=again, **changed)
                     continue
@@ -264,7 +265,7 @@ class TrialRun:
         begun = run.committed()
         start: dict[str, Any] = {"tokens": self.plan.tokens(begun[-1]) if begun else 0}
         if self._request != self.plan.request:
-            start["micro_batch"] = self._micro_batch = _micro_batch(self._request)
+            start[size_field(self.plan.job)] = self._micro_batch = size(self._request.spec)
             self._fits.learn(self.plan.job, self._micro_batch)
         gpus = self.plan.request.gpus * self.plan.workers
         self._log.event("started", self.plan.id, workers=self.plan.workers, gpus=gpus, **start)
@@ -313,7 +314,3 @@ class TrialRun:
                 self._progress if self.status != "failed" else {"tokens": self._progress["tokens"]}
             )
             self._post({**last, "done": True, "ended": self.status, "at": time.time()})
-
-
-def _micro_batch(request: Request) -> int:
-    return request.spec.train.micro_batch

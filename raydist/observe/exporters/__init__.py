@@ -107,7 +107,12 @@ def resolve(chosen: Iterable[Mapping[str, Any]], run: RunDir) -> list[dict[str, 
     found = []
     for each in chosen:
         try:
-            options = registry.load("exporter", each["name"]).resolve(each["options"], run)
+            exporter = registry.load("exporter", each["name"])
+            if not hasattr(exporter, "resolve") or not hasattr(exporter, "ray_metrics"):
+                raise UserError(
+                    "is not an exporter", "write package.module:NAME of a subclass of BaseExporter; docs/extending.md"
+                )
+            options = exporter.resolve(each["options"], run)
         except ImportError as error:
             raise UserError(f"observe.exporters: {each['name']}: {error}", "install what it imports") from error
         except UserError as error:

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from raydist.errors import UserError
 from raydist.observe.exporters import BaseExporter, Facts, given
+from raydist.parsing import parse_json
 from raydist.redact import redact
 from raydist.run.directory import RunDir
 from raydist.spec.models import flatten
@@ -156,7 +157,7 @@ def living(client: Any, run: RunDir, uri: str) -> str | None:
     from mlflow.exceptions import MlflowException
 
     try:
-        known = json.loads(run.storage.read(FILE))
+        known = parse_json(run.storage.read(FILE))
     except FileNotFoundError:
         return None
     if known["uri"] != redact(uri):

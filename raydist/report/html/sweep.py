@@ -17,6 +17,7 @@ from raydist.report.html import lines, parallel, reach
 from raydist.report.html.lines import Series
 from raydist.report.html.page import cards, missing, page, section, table
 from raydist.report.html.svg import Markup, tag
+from raydist.report.sweep.analysis import is_number
 from raydist.report.sweep.base_values import marks
 from raydist.report.sweep.conclusions import BATCH, RATE, measured, named, value
 from raydist.report.sweep.curves import Curve
@@ -150,7 +151,9 @@ def _rate(summary: Row, finished: Sequence[Row]) -> Markup | None:
     series = []
     for name, rows in list(groups.items())[:MOST]:
         known = sorted(
-            (math.log10(r["parameters"][RATE]), r["objective"]) for r in rows if r["parameters"].get(RATE, 0) > 0
+            (math.log10(rate), r["objective"])
+            for r in rows
+            if is_number(rate := r["parameters"].get(RATE)) and rate > 0
         )
         if len(known) > 1:
             x, y = (np.array(side) for side in zip(*known, strict=True))

@@ -17,16 +17,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from raydist.errors import RaydistError
 from raydist.report.sweep import base_values, search_forecast
 from raydist.report.sweep.figures import measure
-from raydist.run.directory import SPEC, RunDir
+from raydist.run.directory import RunDir
 from raydist.run.log import plain
 from raydist.run.sweep_directory import SweepDir
 from raydist.run.sweep_state import fold
-from raydist.spec import JobSpec, parse
+from raydist.spec import JobSpec, read_stored
 from raydist.spec.sweep import Cell, Sweep
 from raydist.storage import Storage
 
@@ -81,8 +79,8 @@ def paces(storage: Storage, sweep: Sweep, cells: Iterable[Cell]) -> list[Pace]:
     run = RunDir(storage.at(sweep.base.name))
     if not found and run.exists():
         try:
-            ran, speed = parse(yaml.safe_load(run.storage.read(SPEC))), measure(run)["tokens_per_second"]
-        except (RaydistError, yaml.YAMLError):
+            ran, speed = read_stored(run.storage), measure(run)["tokens_per_second"]
+        except (RaydistError, FileNotFoundError):
             return found  # a run of an older version, or a damaged one: then nothing is known
         if speed:
             found.append(Pace(kind(ran), float(speed), f"run {run.name}"))

@@ -13,19 +13,17 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from raydist.errors import StorageError, UsageError
 from raydist.report.sweep import analysis, base_values, stats
 from raydist.report.sweep.conclusions import analyse
 from raydist.report.sweep.figures import measure, spent
 from raydist.report.sweep.time_to_loss import front, of_point
-from raydist.run.directory import SPEC
 from raydist.run.lease import driven_since
 from raydist.run.log import plain
 from raydist.run.sweep_directory import RESULTS, CellNote, SweepDir
 from raydist.run.sweep_state import CellState, fold
-from raydist.spec import JobSpec, parse
+from raydist.spec import JobSpec
+from raydist.spec import read_stored as read_job
 from raydist.spec.sweep import SweepSpec, read_stored
 
 if TYPE_CHECKING:
@@ -206,7 +204,7 @@ def best_job(folder: SweepDir, summary: dict[str, Any]) -> tuple[JobSpec, list[s
     cell = row["cells"][which]
     run = folder.run(cell)
     try:
-        job = parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}")
+        job = read_job(run.storage)
     except FileNotFoundError:
         raise StorageError(
             f"{run.uri} does not exist: the best cell's job is unknown", "start the sweep again under another name"

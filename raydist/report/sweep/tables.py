@@ -100,7 +100,7 @@ def results(summary: dict[str, Any], out: Console | None = None, failures: bool 
     totals = summary["totals"]
     cost = "" if totals["cost"] is None else f"; cost {_amount(totals['cost'])}"
     gpus = f", {_amount(totals['gpu_hours'])} GPU-hours{cost}" if totals["gpu_hours"] else ""
-    spent = f"cells took {text.span(totals['seconds'])}{gpus}"
+    spent = f"cells took {text.span(totals['seconds'] or 0.0)}{gpus}"
     _say(out, f"{summary['sweep']}: {counts}; {spent}", "bold")
     for line in summary["analysis"]["words"]:
         _say(out, line)

@@ -17,6 +17,8 @@ from typing import Any
 import yaml
 
 from raydist.errors import SpecError
+from raydist.parsing import JOB_BYTES, parse_json, quoted, read_text
+from raydist.printable import printable
 from raydist.spec.deepspeed.fields import FIELDS, RULES
 from raydist.spec.deepspeed.reading import Field, Reading
 
@@ -180,13 +182,15 @@ def _is_off(value: Any, known: Field) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """The file's JSON. Raises SpecError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        found = printable(parse_json(read_text(path, JOB_BYTES), pairs=_once))  # its names are printed
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.json")], n=1)
         hint = f'did you mean "{path.parent / near[0]}"?' if near else "check the path of the DeepSpeed file"
         raise SpecError(f"{path}: no such file; {hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise SpecError(f"{quoted(path)}: cannot be read: {error.strerror}; check the path") from None
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path}: cannot be read: {error}; save it as UTF-8") from None
     except json.JSONDecodeError as error:
         raise SpecError(
             f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}; "
@@ -194,6 +198,8 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     except _Twice as error:
         raise SpecError(f"{path}: the key {error.args[0]!r} stands twice; take one of them out") from None
+    except ValueError as error:
+        raise SpecError(f"{path}: cannot be read: {error}; give a smaller or simpler file") from None
     if not isinstance(found, dict):
         raise SpecError(f'{path}: holds {type(found).__name__}, not fields; begin with {{"train_batch_size": ...}}')
     return found

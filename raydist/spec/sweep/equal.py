@@ -47,7 +47,7 @@ def adjusted(base: JobSpec, point: Point, equal: Literal["tokens", "steps"]) -> 
             notes.append(
                 f"measured on {measured:,} held-out tokens, the base on {wanted:,}: global batches of {batch} do not fit"
             )
-    if batch % micro and "train.micro_batch" not in point:
+    if base.data.batching is None and batch % micro and "train.micro_batch" not in point:
         fields["train.micro_batch"] = _micro_batch(batch, micro, point.get("cluster.workers", base.cluster.workers))
         notes.append(f"train.micro_batch is {fields['train.micro_batch']}, for {micro} does not divide {batch}")
     return {name: value for name, value in fields.items() if name not in point}, notes

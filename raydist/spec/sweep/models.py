@@ -40,6 +40,7 @@ class ArraySpec(Part):
     samples: int | None = Field(
         None,
         ge=1,
+        le=100_000,
         description="random: the number of draws; search: random, optuna or bayes: the number of points of the grid.",
     )
     concurrent: int | None = Field(

@@ -18,6 +18,8 @@ from raydist.spec.sweep import names
 from raydist.spec.sweep.models import ArraySpec, SweepSpec
 
 MOST_CELLS = 100_000
+MOST_VALUES = 10_000
+"""Of one parameter: each is compared with the others."""
 DRAWS = ("uniform", "log_uniform", "int_uniform", "choice")
 DIGITS = 5
 """Of a drawn number: enough to tell cells apart, few enough to read, and the same on every libm."""
@@ -133,6 +135,8 @@ def _axis(array: ArraySpec, name: str, dotted: str, given: Any) -> Axis | str:
         return Axis(name, dotted, "values", (given,))
     if not given:
         return "an empty list has no value; give at least one"
+    if len(given) > MOST_VALUES:
+        return f"{len(given):,} values are more than {MOST_VALUES:,}, the limit; draw from a range, or leave some out"
     if array.type != "list" and (twice := [v for i, v in enumerate(given) if v in given[:i]]) and array.type != "zip":
         return f"{twice[0]!r} stands twice; leave one out, or repeat cells by array.seeds"
     return Axis(name, dotted, "values", tuple(given))

@@ -11,9 +11,11 @@ from typing import Any
 import yaml
 
 from raydist.errors import SpecError, StorageError
+from raydist.parsing import parse_yaml
 from raydist.redact import redact
 from raydist.run.sweep_directory import BASE, SWEEP, CellNote, SweepDir
-from raydist.spec.load import parse, stored
+from raydist.spec.load import read_stored as read_job
+from raydist.spec.load import stored
 from raydist.spec.models import JobSpec
 from raydist.spec.sweep.cells import Cell, Sweep
 from raydist.spec.sweep.models import SweepSpec
@@ -48,8 +50,8 @@ def store(folder: SweepDir, sweep: Sweep, cells: Sequence[Cell]) -> None:
 def read_stored(folder: SweepDir) -> tuple[SweepSpec, JobSpec]:
     """What a folder's sweep is, and its base. Raises StorageError where either is damaged."""
     try:
-        spec = SweepSpec.model_validate(yaml.safe_load(folder.storage.read(SWEEP)))
-        return spec, parse(yaml.safe_load(folder.storage.read(BASE)), source=BASE)
+        spec = SweepSpec.model_validate(parse_yaml(folder.storage.read(SWEEP)))
+        return spec, read_job(folder.storage, BASE)
     except (ValueError, FileNotFoundError, yaml.YAMLError) as error:
         raise StorageError(
             f"{folder.uri}: {SWEEP} or {BASE} is damaged: {error}", "start the sweep under another name"

@@ -12,6 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from raydist.checkpoint import base_weights
+from raydist.checkpoint.base_weights import BASE
 from raydist.checkpoint.huggingface import check, format_for
 from raydist.checkpoint.manifest import Manifest, TensorEntry
 from raydist.errors import UsageError, UserError
@@ -19,8 +21,6 @@ from raydist.run.directory import RunDir
 from raydist.spec import ModelSpec
 from raydist.spec.huggingface import Piece
 from raydist.spec.training import LoraSpec
-from raydist.worker import base_weights
-from raydist.worker.base_weights import BASE
 from raydist.worker.checkpoint.weights_reader import WHOLE, WeightsReader
 from raydist.worker.lora import A, B, layers_of, merge
 

@@ -8,24 +8,26 @@ Weights are renamed, not changed: the model's file says how (`HUGGINGFACE`, rayd
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
+from raydist import registry
 from raydist.checkpoint.huggingface import part_shape
 from raydist.data.dataset import TokenDataset
 from raydist.data.tokenizers import END, Bytes, Library
 from raydist.errors import DataError, UsageError, UserError
+from raydist.parsing import quoted
 from raydist.redact import beside
-from raydist.run.directory import SPEC, RunDir
-from raydist.spec import ModelSpec, parse
+from raydist.run.directory import RunDir
+from raydist.spec import ModelSpec, read_stored
 from raydist.spec.huggingface import Piece, format_of
 from raydist.worker.checkpoint.adapters import MergedWeights, refuse_peft
 from raydist.worker.checkpoint.safetensors_writer import Output, write_files
@@ -58,10 +60,9 @@ def export(
         raise UsageError(f"--format {format}: cannot be written", f"there are: {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: cannot be written", f"there are: {', '.join(DTYPES)}")
-    if out.exists():
-        raise UsageError(f"{out} exists", "give a folder that does not exist yet")
-    spec = parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}")
-    if format_of(spec.model.name) is None:
+    check_new(out)
+    spec = read_stored(run.storage)
+    if format_of(spec.model.name) is None and _own_export(spec.model) is None:
         raise UserError(
             f"model.name: {spec.model.name}: has no counterpart in transformers",
             "read the weights themselves with raydist.worker.checkpoint.restore",
@@ -70,12 +71,12 @@ def export(
         refuse_peft(spec.model, dtype)
     with _weights(run, step, spec.model) as weights:
         data = _dataset(dataset or beside(str(weights.manifest.plain["dataset"]), run.full_uri))
-        entry = weights.tensors["embedding.weight"]
-        written: torch.dtype = getattr(torch, entry.dtype) if dtype is None else DTYPES[dtype]
-        config = hf_config(spec.model, entry.shape[0], data.end, str(written).removeprefix("torch."))
+        cast = None if dtype is None else DTYPES[dtype]
+        rows = spec.model.rows(data.vocab_size)
+        config = hf_config(spec.model, rows, data.end, str(cast or _saved(weights)).removeprefix("torch."))
         generation = {"bos_token_id": data.end, "eos_token_id": _ends(data)}
         files = {"config.json": _json(config), "generation_config.json": _json(generation)}
-        outputs = outputs_of(weights, spec.model, weights.read, None if dtype is None else DTYPES[dtype])
+        outputs = outputs_of(weights, spec.model, weights.read, cast, rows)
         if format == "peft":
             assert isinstance(weights, MergedWeights)
             files, outputs = weights.peft_files(), []
@@ -100,24 +101,71 @@ def _weights(run: RunDir, step: int | None, model: ModelSpec) -> Iterator[Weight
             yield merged
 
 
+def check_new(out: Path) -> None:
+    """Raises UsageError if there is such a file or folder, or if none can have that name."""
+    try:
+        there = out.exists()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--out {quoted(out)}: {getattr(error, 'strerror', error)}", "give another folder") from None
+    if there:
+        raise UsageError(f"{out} exists", "give a folder that does not exist yet")
+
+
+@contextmanager
+def scratch_of(out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out`, which is to be made. Raises UsageError if none can be made there."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix=f".{out.name[:100]}-", dir=out.parent)
+    except OSError as error:
+        raise UsageError(
+            f"--out {quoted(out)}: no folder can be made there: {error.strerror}", "give another one"
+        ) from None
+    with folder as made:
+        yield Path(made)
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` at the end of the block, and is deleted if the block raises."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-        whole = Path(scratch) / "whole"  # not made by tempfile, to have the usual permissions
+    """A folder that becomes `out` at the end of the block, and is deleted if the block raises. Raises UsageError."""
+    with scratch_of(out) as scratch:
+        whole = scratch / "whole"  # not made by tempfile, to have the usual permissions
         whole.mkdir()
         yield whole
         whole.rename(out)
 
 
-def outputs_of(weights: WeightsReader, spec: ModelSpec, read: Read, dtype: torch.dtype | None) -> list[Output]:
+def _own_export(spec: ModelSpec) -> Callable[[ModelSpec, int], tuple[dict[str, Any], Callable[[str], str]]] | None:
+    """`build.exported` of a built-in model (raydist/worker/model/__init__.py); None: it has none, or its code is the user's, which
+    an export does not run."""
+    found: Any = None if registry.is_own(spec.name) else getattr(registry.load("model", spec.name), "exported", None)
+    return found
+
+
+def _saved(weights: WeightsReader) -> torch.dtype:
+    """The format of the largest tensor."""
+    found: torch.dtype = getattr(torch, max(weights.tensors.values(), key=lambda e: math.prod(e.shape)).dtype)
+    return found
+
+
+def outputs_of(
+    weights: WeightsReader, spec: ModelSpec, read: Read, dtype: torch.dtype | None, rows: int
+) -> list[Output]:
     """The tensors of `transformers` for a model's parameters. A tied head is left out: there the embedding replaces it.
 
-    `read`: gives the values, `weights.read` or a function around it. `dtype`: of floating-point ones; None: as saved.
+    `read`: gives the values, `weights.read` or a function around it. `dtype`: of floating-point ones; None: as saved. `rows`: of
+    the embedding.
     """
-    format = format_of(spec.name)
-    assert format is not None
+    format, own = format_of(spec.name), _own_export(spec)
+    if format is not None:
+        pieces = format.pieces
+    else:
+        assert own is not None
+        name_of = own(spec, rows)[1]
+
+        def pieces(parameter: str, shape: tuple[int, ...]) -> list[Piece]:
+            return [Piece(name_of(parameter))]
+
     made: list[Output] = []
     for name, entry in weights.tensors.items():
         if spec.tie_embeddings and name == "head.weight":
@@ -128,7 +176,7 @@ def outputs_of(weights: WeightsReader, spec: ModelSpec, read: Read, dtype: torch
             Output(
                 piece.name, part_shape(piece, entry.shape), as_written, partial(_values, read, name, piece, as_written)
             )
-            for piece in format.pieces(name, entry.shape)
+            for piece in pieces(name, entry.shape)
         ]
     return made
 
@@ -154,11 +202,14 @@ def _dataset(uri: str) -> TokenDataset:
 
 def hf_config(spec: ModelSpec, vocab_size: int, end: int | None, dtype: str = "float32") -> dict[str, Any]:
     """config.json of the model. `end`: the id that ends a document and begins the next; None: not known."""
-    format = format_of(spec.name)
-    assert format is not None
-    config = format.config(spec)
+    if (format := format_of(spec.name)) is not None:
+        config = format.config(spec)
+        config = {"architectures": [format.types[config["model_type"]]], **config}
+    else:
+        own = _own_export(spec)
+        assert own is not None
+        config = own(spec, vocab_size)[0]
     return {
-        "architectures": [format.types[config["model_type"]]],
         **config,
         "vocab_size": vocab_size,
         # transformers 5 reads dtype, 4 reads torch_dtype.

@@ -6,21 +6,18 @@ memory, in fp32; the files are written one at a time.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from raydist.checkpoint import manifest
 from raydist.data.dataset import TokenDataset
-from raydist.errors import QuantizationRefused, UsageError
+from raydist.errors import QuantizationRefused
 from raydist.redact import beside
-from raydist.run.directory import SPEC, RunDir
-from raydist.spec import parse
+from raydist.run.directory import RunDir
+from raydist.spec import read_stored
 from raydist.worker import int8
-from raydist.worker.checkpoint.export import export
+from raydist.worker.checkpoint.export import check_new, export, scratch_of
 from raydist.worker.evaluate import Evaluation, batches_of, evaluate
 from raydist.worker.exported import open_folder
 from raydist.worker.loss import build as build_loss
@@ -64,13 +61,11 @@ def export_int8(
     Raises QuantizationRefused if the held-out loss rises by more than `max_increase` nats, or is not finite; and what `export`
     raises.
     """
-    if out.exists():
-        raise UsageError(f"{out} exists", "give a folder that does not exist yet")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-        plain, made = Path(scratch) / "plain", Path(scratch) / "int8"
+    check_new(out)
+    with scratch_of(out) as scratch:
+        plain, made = scratch / "plain", scratch / "int8"
         export(run, step, plain, "huggingface", dataset, **options)
-        job = parse(yaml.safe_load(run.storage.read(SPEC)), source=f"{run.uri}/{SPEC}")
+        job = read_stored(run.storage)
         exported = open_folder(plain, job.model.context)
         found = manifest.read(run, exported.step())
         held_out = TokenDataset(dataset or beside(str(found.plain["dataset"]), run.full_uri))

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from raydist.checkpoint import base_weights
+from raydist.checkpoint.base_weights import BASE
 from raydist.checkpoint.mirrors import Mirrors
 from raydist.checkpoint.source import MODEL, differences, others, split, untied, weights_of
 from raydist.data.batches import Cursor
@@ -25,9 +27,8 @@ from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import RunDir, resume_attempt, step_folder
 from raydist.spec import spec_hash
-from raydist.worker import base_weights, numerics
+from raydist.worker import numerics
 from raydist.worker.attempt import Job
-from raydist.worker.base_weights import BASE
 from raydist.worker.checkpoint import memory_manager as memory_stores
 from raydist.worker.checkpoint import numbers, restore
 from raydist.worker.checkpoint.extra_state import EXTRA, ExtraState

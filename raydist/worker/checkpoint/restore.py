@@ -272,7 +272,7 @@ def load(
     every = gather_json(why, group)
     anew = {name: why for of_rank in reversed(every) for name, why in of_rank.items() if why is not None}
     read = {n: t for n, t in tensors.items() if owner(n) not in anew}
-    read |= {n: t for n, t in own.items() if owner(n.removeprefix(rank_name(rank, ""))) not in {*anew, *joined}}
+    own = {n: t for n, t in own.items() if owner(n.removeprefix(rank_name(rank, ""))) not in {*anew, *joined}}
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # by `no_dist`
 
     def fill(these: dict[str, Tensor]) -> None:
@@ -281,6 +281,8 @@ def load(
     failure: BaseException | None = None
     try:
         fill(read)
+        if own:  # last: a replica's own state may be in the memory of tensors that all ranks have
+            fill(own)
         if joined.keys() - anew.keys():
             _read_joined(found, {n: t for n, t in rank_tensors.items() if owner(n) not in anew}, joined, fill)
     except (Exception, CheckpointException) as error:  # the latter is no Exception

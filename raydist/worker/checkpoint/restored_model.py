@@ -9,11 +9,12 @@ from pathlib import Path
 
 from torch import nn
 
+from raydist.checkpoint import base_weights
+from raydist.checkpoint.base_weights import BASE
 from raydist.checkpoint.manifest import Manifest
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
-from raydist.worker import base_weights, pretrained
-from raydist.worker.base_weights import BASE
+from raydist.worker import pretrained
 from raydist.worker.build import build_model
 from raydist.worker.checkpoint import restore
 from raydist.worker.lora import frozen_shards

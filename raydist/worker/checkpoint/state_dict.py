@@ -31,8 +31,9 @@ class TrainState:
     """`model` and `optimizer` as the loop has them; names do not contain the prefixes of DDP or torch.compile.
 
     `shards`: `strategy.shards()`; `frozen`: those of parameters that are not trained; `base`: names of these that are no part of
-    the state, because they are read from `model.hf`. To be made before the first step, with the optimizer as the spec built it: see
-    `restore`.
+    the state, because they are read from `model.hf`; `outer`: the weights that replicas have in common, if they train apart: they
+    are saved as the model's, and their own as extra state. To be made before the first step, with the optimizer as the spec built
+    it: see `restore`.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class TrainState:
         shards: Mapping[str, ParamShard],
         frozen: Mapping[str, ParamShard] | None = None,
         base: Container[str] = (),
+        outer: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._model, self._optimizer, self._shards = model, optimizer, shards
+        self._model, self._optimizer, self._shards, self._outer = model, optimizer, shards, outer or {}
         self._held, self._base = {**(frozen or {}), **shards}, base
         self._names: dict[Tensor, str] = {shard.local: name for name, shard in shards.items()}
         self._built = self._groups()
@@ -95,7 +97,9 @@ class TrainState:
                 raise CheckpointError(f"model/{name}: a {type(value).__name__} in the state_dict", _ONLY_TENSORS)
             if parameters.get(name) in self._base:
                 continue
-            if parameters.get(name) in self._held:
+            if parameters.get(name) in self._outer:
+                value = self._outer[parameters[name]]
+            elif parameters.get(name) in self._held:
                 # Only the part that this rank updates: other ranks' rows may still be in transfer.
                 shard = self._held[parameters[name]]
                 value = shard.whole(shard.local.detach())

@@ -7,7 +7,8 @@ Runs in: each train worker. Torch, never ray. Every rank has one, and all decide
     before a checkpoint is saved     the state that it will hold             the third time on one device    SuspectHardware
 
 The table of all parameters (worker/parameter_table.py) says which ranks hold the same bits. So ddp compares everything, zero1 and
-zero2 the parameters, hsdp the copies of each group, and zero3 nothing.
+zero2 the parameters, hsdp the copies of each group, and zero3 nothing. Where replicas train apart (`comm.every`), ranks of one are
+compared, and of all replicas the weights after the steps that bring them together.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from raydist.errors import Rollback, StorageError, SuspectHardware
+from raydist.parsing import parse_json
 from raydist.run.directory import DRIFT, RunDir
 from raydist.worker import distributed
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
+from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.reporter import Reporter
 from raydist.worker.parallel._model_graph import plain_name
 from raydist.worker.parallel._split import LayerSplit
@@ -59,6 +62,8 @@ class ReplicaCheck(StepHook):
     """A hook of every step; and `before_save`, which the loop calls before each checkpoint and each copy in memory.
 
     `due(step)`: whether to compare before the update of `step`; `before_write` returns once no save reads the state any more.
+    `replica`: the mesh of this rank's replica, if replicas train apart; `together(step)`: whether after that step all have the
+    same weights.
     """
 
     def __init__(
@@ -74,7 +79,10 @@ class ReplicaCheck(StepHook):
         due: Callable[[int], bool],
         before_write: Callable[[], None],
         reporter: Reporter | None,
+        replica: Mesh | None = None,
+        together: Callable[[int], bool] = lambda step: False,
     ) -> None:
+        self._replica, self._together = replica, together
         self._rank, self._run, self._attempt, self._reporter = rank, run, attempt, reporter
         self._model, self._optimizer, self._parameters = model, optimizer, parameters
         self._due, self._before_write, self._layers = due, before_write, split
@@ -85,7 +93,7 @@ class ReplicaCheck(StepHook):
         self._split = {name for of_rank in gather_json(mine, rank.control) for name in of_rank}
         """Parameters that the module holds a part of; the same on all ranks."""
         self._kept: list[Tensor] = []
-        self.compares = any(len(group) > 1 for name in parameters for group in self._groups(name))
+        self.compares = any(len(group) > 1 for name in parameters for group in self._groups(name, True))
         """Whether any two ranks hold the same bits; the same on all ranks."""
 
     def begin(self, step: Step) -> None:
@@ -108,15 +116,20 @@ class ReplicaCheck(StepHook):
         """Compares and repairs the state that the checkpoint of `step` will hold. Raises as `recompute`."""
         self._mend(step, saved=True)
 
-    def _groups(self, name: str) -> tuple[Ranks, ...]:
+    def _groups(self, name: str, together: bool) -> tuple[Ranks, ...]:
         """The ranks in groups whose module has the same bits of a parameter. zero1 and zero2 have it whole (or the part that
-        the layer has of it), whatever rows a rank updates; the module of zero3 and hsdp has the rows that the rank updates."""
+        the layer has of it), whatever rows a rank updates; the module of zero3 and hsdp has the rows that the rank updates.
+        `together`: of all replicas, if these train apart; else of each."""
         row = self._parameters[name]
-        if name in self._split:
-            return row.holders
-        return (row.ranks,) if self._layers is None else self._layers.same(name, row.ranks)
+        found = row.holders
+        if name not in self._split:
+            found = (row.ranks,) if self._layers is None else self._layers.same(name, row.ranks)
+        if self._replica is None or together:
+            return found
+        copy = self._replica.copy
+        return tuple(tuple(r for r in group if copy(r) == c) for group in found for c in sorted({*map(copy, group)}))
 
-    def _held(self, saved: bool) -> dict[str, tuple[Tensor, Ranks]]:
+    def _held(self, saved: bool, together: bool) -> dict[str, tuple[Tensor, Ranks]]:
         """Local tensors that other ranks hold too, and all these ranks. `saved`: of parameters only the part that this rank
         updates,
         because other ranks' rows may still be in transfer."""
@@ -126,21 +139,28 @@ class ReplicaCheck(StepHook):
             shard = shards.get(name)
             value = shard.local.detach() if saved and shard else parameter.detach()
             local = value.to_local() if isinstance(value, DTensor) else value
-            if saved and shard:
+            if saved and shard and self._replica is None:
                 ranks = self._parameters.group(name)
             else:
-                ranks = next((group for group in self._groups(name) if self._rank.rank in group), ())
+                ranks = next((group for group in self._groups(name, together) if self._rank.rank in group), ())
             found[f"model/{name}"] = local, ranks
         for name, shard in shards.items():
             for slot, value in self._optimizer.state.get(shard.local, {}).items():
                 if isinstance(value, Tensor):
-                    found[f"optim/{name}/{slot}"] = value, self._parameters.group(name)
+                    found[f"optim/{name}/{slot}"] = value, self._own(self._parameters.group(name))
         return {name: (tensor, ranks) for name, (tensor, ranks) in found.items() if len(ranks) > 1}
+
+    def _own(self, ranks: Ranks) -> Ranks:
+        """Those of this rank's replica."""
+        if self._replica is None:
+            return ranks
+        copy = self._replica.copy
+        return tuple(rank for rank in ranks if copy(rank) == copy(self._rank.rank))
 
     def _mend(self, step: int, saved: bool) -> bool:
         if not self.compares:
             return False
-        held = self._held(saved)
+        held = self._held(saved, self._together(step if saved else step - 1))
         digests: dict[Ranks, dict[str, int]] = defaultdict(dict)
         for (name, (_, ranks)), digest in zip(held.items(), hashes(tensor for tensor, _ in held.values()), strict=True):
             digests[ranks][name] = digest
@@ -212,7 +232,7 @@ class ReplicaCheck(StepHook):
         seen: Counter[tuple[str, str]] = Counter()
         for file in files:
             try:
-                seen.update({(p["host"], p["device"]) for p in json.loads(storage.read(file))["odd"]})
+                seen.update({(p["host"], p["device"]) for p in parse_json(storage.read(file))["odd"]})
             except (ValueError, KeyError, TypeError) as error:
                 raise StorageError(f"{self._run.uri}/{file} is no drift: {error}", "delete it") from error
         body = {"step": step, "attempt": self._attempt, "odd": odd, "tensors": names}

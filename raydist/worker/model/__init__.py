@@ -38,6 +38,9 @@ Optional:
   same parameters under the same names (`part_of` makes it). Its `forward` takes the arguments of the model's, and without the first
   block also `hidden`, the output of the part before: one tensor [B, ...]. A weight of the first and the last part (tied) has its
   first name in both. An nn.Sequential needs no `stage`. Without, `parallel.pipeline` is refused.
+- `build.exported(spec, vocab_size) -> (config, name_of)`: how an export writes a model that is one of `transformers`: the values of
+  its config.json with `architectures`, and our name of a parameter -> its name there. For built-in models: an export runs no code
+  of the user's. Any other model has HUGGINGFACE (raydist/spec/huggingface.py), or is not exported.
 - `flops_per_token(context) -> float`: default: 6 per parameter outside of embeddings (worker/metrics/flops.py).
 - `generate(tokens_BT, max_new, ...) -> tokens_BS`: without it `raydist train` prints no sample text.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from raydist import pysource
 from raydist.errors import UserError
+from raydist.parsing import parse_json
 from raydist.spec.parts import Part, problem
 from raydist.worker.model._decoder import append, draw
 from raydist.worker.model._rotary import packed_mask, packed_positions
@@ -93,7 +94,7 @@ def values(spec: ModelSpec) -> dict[str, Any] | None:
     path = Path(config).expanduser()
     path = path / "config.json" if path.is_dir() else path
     try:
-        read = json.loads(path.read_bytes())
+        read = parse_json(path.read_bytes())
     except OSError as error:
         raise problem(field, config, f"{path} cannot be read: {error.strerror}", "check the path") from None
     except ValueError as error:
@@ -118,6 +119,16 @@ def check_job(job: JobSpec) -> None:
         raise problem(f"parallel.{first}", split[first],
                       f"cannot be used{also} with model.name: transformers, whose code knows no mesh",
                       "set 1 and a parallel.strategy (ddp, zero1, zero2, zero3, hsdp), or take a built-in model")  # fmt: skip
+
+
+def exported(spec: ModelSpec, vocab_size: int) -> tuple[dict[str, Any], Callable[[str], str]]:
+    """See the contract in __init__.py. The config is complete: it has the library's own values for what the job leaves out."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = _config(AutoConfig, spec, vocab_size)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    return config.to_diff_dict(), lambda name: name.removeprefix("inner.")
 
 
 def build(spec: ModelSpec, vocab_size: int) -> Transformers:
@@ -151,6 +162,9 @@ def build(spec: ModelSpec, vocab_size: int) -> Transformers:
             "check options.config and options.weights",
         ) from error
     return Transformers(inner, spec, vocab_size)
+
+
+build.exported = exported  # type: ignore[attr-defined]
 
 
 def _config(auto: Any, spec: ModelSpec, vocab_size: int) -> Any:

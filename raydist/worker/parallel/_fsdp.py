@@ -145,8 +145,8 @@ class FullyShardedStrategy(ABC):
 
     def _sum_parts(self, model: nn.Module, parts: Parts) -> None:
         """Gradients are summed along a tree as they are scattered, and then between copies."""
-        copy, first, rooms = self._mesh.data_rank // parts.together, 0, dict[str, torch.Tensor]()
-        first = copy * parts.together
+        first = self._mesh.data_rank // parts.together * parts.together
+        rooms: dict[str, torch.Tensor] = {}
         between = None
         if self._between:
             group = self._devices.get_group(0)
@@ -221,7 +221,7 @@ class FullyShardedStrategy(ABC):
         return self._whole.micro_batch() if self._whole is not None else nullcontext()
 
     def _begin_pass(self, module: FSDPModule, parts: Parts) -> None:
-        """Gradients stay whole until the last micro-batch of a part. FSDP2 adds nothing to the zeros it got before: 0 + -0 is 0."""
+        """Gradients stay whole until the last micro-batch of a part. The zeros of the turn before go: FSDP2 would add to them."""
         module.set_requires_gradient_sync(parts.ends)
         module.set_requires_all_reduce(parts.last)
         if parts.begins:

@@ -57,10 +57,11 @@ class RowNorm:
                 at = first + part * whole + shard.first_row
                 self._own.append((shard.local, slice(at, at + rows)))
             first += columns * whole
-        self._rows = first
+        self.numbers = first
+        """That are summed over the ranks."""
 
     def __call__(self) -> Tensor:
-        squares = torch.zeros(self._rows, dtype=torch.float64, device=self._device)
+        squares = torch.zeros(self.numbers, dtype=torch.float64, device=self._device)
         for local, rows in self._own:
             if local.grad is not None:
                 norms = torch.linalg.vector_norm(local.grad.reshape(rows.stop - rows.start, -1), dim=1)
@@ -71,16 +72,20 @@ class RowNorm:
 
 
 class GradNorm:
-    """Call it when every shard has its gradient: `grad_norm` of all ranks, or nothing is sent if each holds the whole gradient."""
+    """Call it when every shard has its gradient: `grad_norm` of the ranks of `group`, or nothing is sent if each holds the whole
+    gradient. `group`: all ranks, or those of a replica that trains apart; None: it is one rank."""
 
-    def __init__(self, parameters: ParameterTable, rank: Rank) -> None:
-        self._device = rank.device
+    numbers = 1
+    """That are summed over the ranks."""
+
+    def __init__(self, parameters: ParameterTable, rank: Rank, group: dist.ProcessGroup | None) -> None:
+        self._device, self._group = rank.device, group
         names = [name for name in parameters.trained if name in parameters.shards]
-        self._sends = not all(parameters.held_by_all(name) for name in parameters.trained)
+        self._sends = group is not None and not all(parameters.held_by_all(name) for name in parameters.trained)
         self._shards = [
             (parameters.shards[name].local, len(parameters.group(name)) if self._sends else 1) for name in names
         ]
 
     def __call__(self) -> Tensor:
         grads = ((local.grad if local.numel() else None, copies) for local, copies in self._shards)
-        return grad_norm(grads, dist.group.WORLD if self._sends else None, self._device)
+        return grad_norm(grads, self._group if self._sends else None, self._device)

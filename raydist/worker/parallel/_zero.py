@@ -263,7 +263,8 @@ class ZeroStrategy:
     def messages(self) -> list[tuple[str, int, str]]:
         """For traces: the gradients of each unit in backward, then its rows in the next forward pass."""
         order = [(unit, _common(unit.names)) for unit in self._units]
-        out = [("reduce_scatter", unit.world * unit.size, name) for unit, name in reversed(order)]
+        kind = "reduce_scatter" if self.parts is None else "all_to_all"
+        out = [(kind, unit.world * unit.size, name) for unit, name in reversed(order)]
         return out + [("all_gather", unit.size, name) for unit, name in order]
 
     # --- backward: reduce-scatter gradients to this rank's rows of their sum

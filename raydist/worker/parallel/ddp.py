@@ -26,7 +26,7 @@ from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
 from raydist.worker.parts import Parts, WholeSums
 from raydist.worker.precision import DTYPES
 
-PLAN = StrategyPlan(bucketed=True, compresses=True, parts=True)
+PLAN = StrategyPlan(bucketed=True, compresses=True, parts=True, local_steps=True)
 
 # Renamed in torch 2.13.
 _SYNC_BUFFERS = (
@@ -225,7 +225,9 @@ class Strategy:
         for i, indices in enumerate(_buckets(log)):
             inside = [names[n] for n in indices]
             what = inside[0] if len(inside) == 1 else f"{inside[0]} to {inside[-1]}"
-            made.append(("all_reduce", sum(self._parameters[n].numel() for n in inside), f"bucket {i}: {what}"))
+            kinds = ("all_reduce",) if self._tree is None else ("all_to_all", "all_gather")
+            elements = sum(self._parameters[n].numel() for n in inside)
+            made += [(kind, elements, f"bucket {i}: {what}") for kind in kinds]
         return made
 
     def _grads(self) -> list[torch.Tensor]:

@@ -7,17 +7,12 @@ Parameters are gathered over the fast links within a group (a node, by default);
 
 from __future__ import annotations
 
-import math
-import os
-
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from raydist.errors import UserError
 from raydist.extension_plans import StrategyPlan
 from raydist.spec import JobSpec
 from raydist.spec.parts import near_divisors, problem
-from raydist.worker.comm import collectives
 from raydist.worker.parallel._fsdp import FullyShardedStrategy
 
 PLAN = StrategyPlan(
@@ -25,6 +20,7 @@ PLAN = StrategyPlan(
     group=lambda spec, ranks, per_node: spec.parallel.shard or min(per_node, ranks),
     compresses=True,
     parts=True,
+    local_steps=True,
 )
 
 VARIANTS = {"in pairs": {"shard": 2}}
@@ -51,6 +47,8 @@ class Strategy(FullyShardedStrategy):
     def devices(self) -> DeviceMesh:
         """(copies, ranks per copy). Raises UserError: see `ranks_per_copy`."""
         world, shard = self._mesh.data_size, self.ranks_per_copy()
+        if self._mesh.copies > 1:  # the other copies train apart
+            return self._mesh.data_mesh((shard,), ("shard",))
         return self._mesh.data_mesh((world // shard, shard), ("replicate", "shard"))
 
     def ranks_per_copy(self) -> int:
@@ -58,7 +56,7 @@ class Strategy(FullyShardedStrategy):
         if self._shard is not None:
             return self._shard
         world = self._mesh.data_size
-        shard = self._spec.parallel.shard or self._shard_of_nodes()
+        shard = self._spec.parallel.shard or self._mesh.within_nodes()
         if world % shard:
             raise UserError(
                 f"parallel.shard: {shard} does not divide the {world} replicas of the model",
@@ -66,17 +64,3 @@ class Strategy(FullyShardedStrategy):
             )
         self._shard = shard
         return shard
-
-    def _shard_of_nodes(self) -> int:
-        """The largest group size with no group across nodes: the greatest common divisor of the numbers of replicas per node.
-
-        All ranks get the same number. Nodes may differ in size, and ranks that built different meshes would wait for each other.
-        """
-        world = self._rank.world_size
-        local = torch.tensor([int(os.environ.get("LOCAL_WORLD_SIZE", world))])
-        sizes = torch.empty(world, dtype=local.dtype)
-        collectives.all_gather(sizes, local, group=self._rank.control)
-        shared = math.gcd(*sizes.tolist()) // (self._mesh.tensor * self._mesh.context)  # stages are on ranks far apart
-        return math.gcd(
-            max(shared, 1), self._mesh.data_size
-        )  # with one replica on several nodes there are no groups within one

@@ -18,7 +18,7 @@ from raydist.spec import parse
 def request(path: Path, micro_batch: int = 8, **fields: Any) -> Request:
     """A trial with that micro-batch; `model` and `optim` as given."""
     train = {"steps": 10, "global_batch": 24, "micro_batch": micro_batch, **fields.pop("train", {})}
-    spec = parse({"data": {"path": "d"}, "train": train, **fields}, source="test")
+    spec = parse({"data": {"path": "d"}, **fields, "train": train}, source="test")
     return Request(spec, RunDir(path), "d", 0.0)
 
 
@@ -70,6 +70,34 @@ def test_cells_alike(tmp_path: Path, other: dict[str, Any], micro_batch: int) ->
     for learnt in (4, 6):
         fits.learn(request(tmp_path / "a").spec, learnt)
     assert fits.fitted(request(tmp_path / "b", **other)).spec.train.micro_batch == micro_batch
+
+
+def test_a_budget_of_tokens(tmp_path: Path) -> None:
+    """With data.batching it is max_tokens that a trial starts with: of its run's events, of equal trials, or of the sweep; never
+    less than the longest sequence, which stays the same, and never more than was asked for."""
+
+    def asked(name: str, max_tokens: int = 64, **train: Any) -> Request:
+        data = {"path": "d", "batching": {"max_tokens": max_tokens, "longest": 12}}
+        return request(tmp_path / name, model={"context": 16}, data=data, train=train)
+
+    def tokens(made: Request) -> tuple[int, int]:
+        batching = made.spec.data.batching
+        assert batching is not None
+        return batching.max_tokens, made.spec.longest
+
+    fits, first = MicroBatches(), asked("a")
+    first.run.storage.write(SPEC, b"")
+    log = RunLog(first.run)
+    told = {"action": "restart", "because": "", "after_s": 0.0, "exclude": None, "micro_batch": None}
+    log.event(Event("decision", 1.0, {**told, "max_tokens": 32}))
+    log.flush()
+    assert tokens(fits.fitted(first)) == (32, 12)
+    assert tokens(fits.fitted(asked("a", 20))) == (20, 12)
+    assert tokens(fits.fitted(asked("b"))) == (64, 12)
+    fits.learn(first.spec, 32)
+    assert tokens(fits.fitted(asked("b", seed=5))) == (32, 12)
+    assert tokens(fits.fitted(asked("b"), 4)) == (12, 12)
+    assert fits.fitted(request(tmp_path / "c", model={"context": 16})).spec.train.micro_batch == 8
 
 
 def test_what_the_sweep_has_noted(tmp_path: Path) -> None:

@@ -187,6 +187,44 @@ def test_from_any_mesh_one_tensor_at_a_time(ranks, tmp_path, datasets):
     torch.testing.assert_close(theirs(tokens_BT).logits, ours(tokens_BT), rtol=1e-5, atol=1e-5)
 
 
+OF_LIBRARY = {
+    "GPT2LMHeadModel": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},  # tied
+    "FalconForCausalLM": {"model_type": "falcon", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, 
+                          "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 1},
+    "GPTNeoXForCausalLM": {"model_type": "gpt_neox", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+                           "num_attention_heads": 2, "max_position_embeddings": 16, "vocab_size": 300},
+    "MixtralForCausalLM": {"model_type": "mixtral", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+                           "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4},
+}  # fmt: skip
+"""Class of the library -> its config."""
+
+
+@pytest.mark.parametrize("kind", OF_LIBRARY)
+@torch.no_grad()
+def test_a_model_of_the_library_goes_back_to_it(ranks, tmp_path, datasets, kind):
+    """`model.name: transformers`, saved by two ranks of zero3: the folder is loaded as that class with every weight, and has the
+    same logits to the bit; in files of the given size, with no more than one tensor in memory."""
+    dataset, run = datasets["bytes"], RunDir(tmp_path / "run")
+    fields = {"model": {"name": "transformers", "context": 16, "options": {"config": OF_LIBRARY[kind]}},
+              "data": {"path": dataset.uri}, "train": {"steps": 9}, "parallel": {"strategy": "zero3"},
+              "cluster": {"workers": 2}}  # fmt: skip
+    spec = JobSpec.model_validate(fields)
+    run.storage.write(SPEC, dump(spec).encode())
+    right = ranks_run(ranks, saved_on, 2, spec, run.uri, dataset.vocab_size, dataset.uri)[0]
+    largest = max(t.nbytes for t in right.values())
+    out, peak = peak_of(lambda: export(run, None, tmp_path / "out", file_bytes=largest))
+    assert peak <= 2 * largest
+    assert len([*out.glob("*.safetensors")]) > 1
+    theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert type(theirs).__name__ == kind
+    assert not any(loading.values()), loading
+    ours = build_model(spec, dataset.vocab_size).eval()
+    ours.load_state_dict(right, strict=False)
+    tokens_BT = torch.randint(0, dataset.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(theirs(tokens_BT).logits, ours(tokens_BT))
+    assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == theirs.config.eos_token_id == dataset.end
+
+
 @pytest.mark.parametrize(
     ("dtype", "kept"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
 )

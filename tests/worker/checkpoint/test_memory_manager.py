@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from raydist.checkpoint import manifest, memory_layout
+from raydist.checkpoint.base_weights import BASE
 from raydist.cluster.run.memory_checkpoint_recovery import place
 from raydist.cluster.run.memory_store import MemoryStore
 from raydist.data.prepare import prepare
@@ -27,8 +28,12 @@ from raydist.worker.checkpoint.memory_saver import MemorySaver, Slot
 from raydist.worker.checkpoint.staging import Stage
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
+from raydist.worker.lora import A, B
 from raydist.worker.step import TrainStep
 from tests.training import run
+from tests.worker.model.families import theirs
+from tests.worker.test_lora import CHANGES
+from tests.worker.test_lora import job as lora_job
 
 STEPS, CONTEXT = 9, 8
 
@@ -178,6 +183,36 @@ def test_a_killed_rank_costs_the_steps_since_the_last_copy(
     assert exact(steps) == exact(expected)[6:]
     assert weights(path) == weights(tmp_path / "calm")
     assert RunDir(path).lineage().begun == {1: 0, 2: 6, 3: 6}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_adapters_go_on_from_memory(ranks: Any, dataset: str, tmp_path: Path, folder: Path, strategy: str) -> None:
+    """SIGKILL of rank 1 in step 8 of a run that trains adapters: the copy of step 6 has adapters and their moments alone, and the
+    run resumes from it with the bits of an undisturbed one."""
+    theirs("qwen3", **CHANGES).save_pretrained(tmp_path / "base")
+    spec = lora_job(
+        tmp_path / "base", dataset, tmp_path / "job", {"dropout": 0.1}, parallel={"strategy": strategy},
+        train={"steps": STEPS, "global_batch": 6, "micro_batch": 2}, checkpoint={"every": 4}, eval={"every": None},
+        recovery={"snapshot_every": 2}, cluster={"workers": 2},
+    )  # fmt: skip
+    expected, _ = run(ranks, trained, 2, spec, str(tmp_path / "calm"), None, 1)[0]
+    path = tmp_path / "killed"
+    died = ranks.run(trained, 2, spec, str(path), {"folder": str(folder)}, 1, (1, 8))
+    assert isinstance(died[1], ChildProcessError)
+    job = newest(folder, 2, after=4)
+    assert job["step"] == 6
+    copied = manifest.read(RunDir(str(folder)), 6, job["manifest"])
+    saved = {name for name in copied.tensors if name.startswith("model/")}
+    assert len(saved) == 2 * 2 * 7
+    assert all(name.endswith((A, B)) for name in saved)
+    assert {name.split("/")[1] for name in copied.tensors if name.startswith("optim/")} == {
+        n.split("/")[1] for n in saved
+    }
+    assert set(copied.plain[BASE]["frozen"]).isdisjoint(name.split("/")[1] for name in saved)
+    steps, events = run(ranks, trained, 2, spec, str(path), job, 2)[0]
+    assert [(e["step"], e["source"]) for e in events if e["kind"] == "resumed"] == [(6, "memory")]
+    assert exact(steps) == exact(expected)[6:]
+    assert weights(path) == weights(tmp_path / "calm")
 
 
 def test_a_flipped_byte_means_storage(ranks: Any, dataset: str, tmp_path: Path, folder: Path) -> None:

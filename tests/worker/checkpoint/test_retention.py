@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,27 @@ def test_what_is_read_stays(run: RunDir) -> None:
     assert retention.prune(run, 2) == [1]
 
 
+def test_a_long_read_renews_its_lease(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease of a reader that takes longer than LEASE_S is written again before it expires, and is gone after the read."""
+    renewed, expires = threading.Event(), []
+    write = run.storage.write
+
+    def seen(name: str, data: bytes) -> None:
+        write(name, data)
+        expires.append(json.loads(data)["until"])
+        if len(expires) == 3:
+            renewed.set()
+
+    monkeypatch.setattr(run.storage, "write", seen)
+    monkeypatch.setattr(retention, "RENEW_S", 0.01)
+    with retention.leased(run, 1):
+        assert renewed.wait(60)
+        assert expires[0] < expires[1] < expires[2]
+        monkeypatch.setattr(run.storage, "write", write)
+        assert retention.prune(run, 2) == [3, 4]
+    assert not [name for name in run.storage.files("checkpoints/step-00000001") if retention.LEASE in name]
+
+
 def test_a_reader_in_the_midst_of_pruning_turns_away(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that arrives after the mark and before the deletion gets an error, and does not read half a checkpoint."""
     delete = run.storage.delete
@@ -51,7 +74,7 @@ def test_a_reader_in_the_midst_of_pruning_turns_away(run: RunDir, monkeypatch: p
 
     def come_first(name: str) -> None:
         monkeypatch.undo()
-        with pytest.raises(CheckpointNotFound, match="step 1 was just pruned") as caught:
+        with pytest.raises(CheckpointNotFound, match="step 1 is being pruned") as caught:
             retention.Lease(RunDir(run.uri), 1)
         told.append(str(caught.value))
         delete(name)

@@ -23,6 +23,7 @@ from torch import nn
 
 from raydist.errors import StorageError
 from raydist.ipc.network_interface import interface_of
+from raydist.parsing import parse_json
 from raydist.run.directory import BUCKETS, TUNED, RunDir
 from raydist.spec import JobSpec
 from raydist.worker.comm.buckets.measure import Passes, all_reduce_line, passes
@@ -113,7 +114,7 @@ def _keep(run: RunDir, name: str, chosen: Chosen) -> Chosen:
 def _read(run: RunDir, name: str) -> Chosen | None:
     if not run.storage.exists(name):
         return None
-    return Chosen(**json.loads(run.storage.read(name))["chosen"])
+    return Chosen(**parse_json(run.storage.read(name))["chosen"])
 
 
 def _taken_over(run: RunDir, key: str) -> Chosen | None:
@@ -121,7 +122,7 @@ def _taken_over(run: RunDir, key: str) -> Chosen | None:
     with suppress(StorageError, ValueError, KeyError, TypeError):
         name = f"{TUNED}/{key}.json"
         if run.home.exists(name):
-            known = Chosen(**json.loads(run.home.read(name))["chosen"])
+            known = Chosen(**parse_json(run.home.read(name))["chosen"])
             return replace(known, because=f"{known.because} (as measured for an earlier run)")
     return None
 

@@ -125,7 +125,7 @@ def flat(shapes: Mapping[str, torch.Size], world: int, compressor: Rows | Sums) 
     return Piece(dict(shapes), world, packed=False, row=row, size=_padded(row, compressor))
 
 
-def packed(shapes: Mapping[str, torch.Size], world: int, compressor: Rows | Sums) -> Piece:
+def packed(shapes: Mapping[str, torch.Size], world: int, compressor: Rows | Sums | None = None) -> Piece:
     """A piece of parameters that are cut by rows like torch.chunk, padded, the parts for one rank together."""
     row = sum(_share(shape, world) for shape in shapes.values())
     return Piece(dict(shapes), world, packed=True, row=row, size=_padded(row, compressor))
@@ -135,6 +135,6 @@ def _share(shape: torch.Size, world: int) -> int:
     return -(-shape[0] // world) * math.prod(shape[1:])
 
 
-def _padded(row: int, compressor: Rows | Sums) -> int:
+def _padded(row: int, compressor: Rows | Sums | None) -> int:
     align = compressor.align if isinstance(compressor, Rows) else 1
     return -(-row // align) * align

@@ -1,0 +1,120 @@
+"""Watches the central processes of a private Ray: GCS, raylet, the coordinator and the run's monitor, by their state in /proc.
+
+Runs in: the driver, in a thread. Never imports torch or ray: it asks the kernel, which answers whatever has become of Ray.
+
+A dead GCS or raylet does not come back, and Ray's client would end this process without a message. A process that is stopped
+(SIGSTOP, a debugger, a frozen cgroup) may go on: only its silence counts, as with the head of a cluster. A stopped monitor is
+killed, because Ray then starts it again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+LOOK_S = 0.25
+GCS_S = 5.0
+MONITOR_S = 10.0
+"""How long a monitor may be stopped before it is killed."""
+_ACTORS = {"ray::Coordinator": "coordinator", "ray::RunMonitor": "monitor", "ray::WarmMonitor": "monitor"}
+
+
+class PrivateHead:
+    """Looks every LOOK_S, from its construction to `close`. `processes`: name -> pid of children of this process: GCS, raylet."""
+
+    def __init__(self, address: str, processes: Mapping[str, int]) -> None:
+        self.address, self._processes = address, dict(processes)
+        self._well = time.monotonic()
+        self._stopped: dict[tuple[str, int], float] = {}
+        """(name, pid) -> since when it has been stopped."""
+        self._dead = ""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="raydist-head", daemon=True)
+        self._thread.start()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since all central processes, but monitors, were last running."""
+        return time.monotonic() - self._well
+
+    @property
+    def dead(self) -> bool:
+        """Whether the GCS or the raylet has exited: neither is started again."""
+        return bool(self._dead)
+
+    @property
+    def patience_s(self) -> float:
+        """How long a run may go on without the dead process. Without the GCS the ranks can save a checkpoint."""
+        return 0.0 if self._dead.startswith("Ray's raylet") else GCS_S
+
+    def why(self, seconds: float) -> str:
+        """What is wrong, for a run's cause."""
+        if self._dead:
+            return self._dead
+        names = " and ".join(f"{name} (process {pid})" for name, pid in sorted(self._stopped) if name != "monitor")
+        return f"Ray's {names or 'head'} has been stopped, as by SIGSTOP, for {seconds:.0f} s"
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        for name, pid in self._processes.items():
+            if not self._dead and _state(pid) in ("", "Z", "X"):
+                self._dead = f"Ray's {name} (process {pid}) has exited{_how(pid)}"
+        if self._dead:
+            return
+        watched = [*self._processes.items(), *_actors(self._processes["raylet"])]
+        stopped = {one for one in watched if _state(one[1]) in ("T", "t")}
+        self._stopped = {one: self._stopped.get(one, now) for one in stopped}
+        for (name, pid), since in self._stopped.items():
+            if name == "monitor" and now - since > MONITOR_S:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        if all(name == "monitor" for name, _ in self._stopped):
+            self._well = now
+
+
+def well(pid: int) -> bool:
+    """Whether the process runs: it has neither exited nor been stopped."""
+    return _state(pid) not in ("", "Z", "X", "T", "t")
+
+
+def _state(pid: int) -> str:
+    """The letter of proc(5): R, S, D, Z, T, ...; "" if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+def _how(pid: int) -> str:
+    """How a child has ended; it is not reaped."""
+    with suppress(OSError, ValueError):
+        facts = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if facts is not None and facts.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+            return f", killed by {signal.Signals(facts.si_status).name}"
+        if facts is not None:
+            return f" with exit code {facts.si_status}"
+    return ""
+
+
+def _actors(raylet: int) -> list[tuple[str, int]]:
+    """(name, pid) of the raylet's children that are coordinators or monitors."""
+    found = []
+    with suppress(OSError):
+        for pid in Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split():
+            with suppress(OSError):
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+                found += [(name, int(pid)) for mark, name in _ACTORS.items() if line.startswith(mark)]
+    return found

@@ -1,0 +1,118 @@
+"""The driver's look at the processes of its private Ray: here processes of this test, which it kills, stops and continues."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from raydist.cluster.private_head import MONITOR_S, PrivateHead, well
+from raydist.cluster.run.head_outage import ASKED_S, HeadOutage
+from raydist.run.directory import RunDir
+
+RAYLET = """
+import os, subprocess, sys
+for name in sys.argv[1:]:
+    subprocess.Popen(["bash", "-c", f"exec -a {name} sleep 600"])
+print("up", flush=True)
+sys.stdin.read()
+for name in sys.argv[1:]:
+    os.wait()
+"""
+
+
+@pytest.fixture
+def ray() -> Iterator[tuple[PrivateHead, dict[str, int]]]:
+    """A watch whose thread looks at nothing more, and the pids: a GCS, and a raylet with a coordinator and a monitor."""
+    actors = {"coordinator": "ray::Coordinator", "monitor": "ray::RunMonitor.flush"}
+    gcs = subprocess.Popen(["sleep", "600"])
+    raylet = subprocess.Popen(
+        [sys.executable, "-c", RAYLET, *actors.values()], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert raylet.stdout is not None
+    assert raylet.stdin is not None
+    assert raylet.stdout.readline() == b"up\n"
+    children = [int(pid) for pid in Path(f"/proc/{raylet.pid}/task/{raylet.pid}/children").read_text().split()]
+    pids = {"GCS": gcs.pid, "raylet": raylet.pid, **dict(zip(actors, children, strict=True))}
+    for name, pid in zip(actors.values(), children, strict=True):
+        until(lambda pid=pid, name=name: Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name.encode()))  # type: ignore[misc]
+    head = PrivateHead("10.0.0.1:6379", {"GCS": gcs.pid, "raylet": raylet.pid})
+    head.close()
+    yield head, pids
+    for pid in pids.values():
+        if well(pid) or Path(f"/proc/{pid}").exists():
+            os.kill(pid, signal.SIGKILL)
+    for process in (gcs, raylet):
+        process.wait()
+    raylet.stdin.close()
+    raylet.stdout.close()
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Waits for the kernel, which delivers a signal a moment after the call."""
+    while not true():
+        pass
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Sends it, and waits until it has its effect."""
+    os.kill(pid, number)
+    until(lambda: well(pid) == (number == signal.SIGCONT))
+
+
+@pytest.mark.parametrize(("name", "patience"), [("GCS", 5.0), ("raylet", 0.0)])
+def test_a_process_that_was_killed(
+    ray: tuple[PrivateHead, dict[str, int]], tmp_path: Path, name: str, patience: float
+) -> None:
+    """It is dead for good, with the signal as the cause; without the GCS the ranks have time for a checkpoint."""
+    head, pids = ray
+    outage = HeadOutage(head, 40.0, RunDir(tmp_path))
+    head._look(head._well)
+    assert (outage.look(), outage.dead, outage.cut_off) == ("same", False, False)
+    send(pids[name], signal.SIGKILL)
+    head._look(head._well)
+    assert (head.dead, head.patience_s, outage.cut_off) == (True, patience, not patience)
+    assert outage.look() == ("silent" if patience else "gone")
+    ending = outage.ending()
+    assert ending is not None
+    assert (
+        f"Ray's {name} (process {pids[name]}) has exited, killed by SIGKILL; run the same command again" in ending.cause
+    )
+
+
+@pytest.mark.parametrize("name", ["GCS", "raylet", "coordinator"])
+def test_a_process_that_is_stopped(ray: tuple[PrivateHead, dict[str, int]], tmp_path: Path, name: str) -> None:
+    """It may go on: the run ends after the limit, or soon if the user has asked for its end."""
+    head, pids = ray
+    outage = HeadOutage(head, 40.0, RunDir(tmp_path))
+    send(pids[name], signal.SIGSTOP)
+    begun = head._well
+    for later, look in ((ASKED_S + 1, "same"), (21.0, "silent"), (41.0, "gone")):
+        head._well = begun - later
+        head._look(begun)
+        assert outage.look() == look
+    assert f"Ray's {name} (process {pids[name]}) has been stopped, as by SIGSTOP, for 41 s" in head.why(41.0)
+    head._well = begun - ASKED_S - 1
+    assert outage.look(asked=True) == "gone"
+    send(pids[name], signal.SIGCONT)
+    head._look(begun)
+    assert (head._well, head.dead) == (begun, False)
+
+
+def test_a_monitor_that_is_stopped(ray: tuple[PrivateHead, dict[str, int]]) -> None:
+    """It is no outage, and is killed after MONITOR_S: Ray starts it again."""
+    head, pids = ray
+    send(pids["monitor"], signal.SIGSTOP)
+    now = head._well
+    head._look(now)
+    head._look(now + MONITOR_S - 1)
+    assert head._well == now + MONITOR_S - 1
+    assert Path(f"/proc/{pids['monitor']}/stat").read_text().rpartition(") ")[2][0] == "T"
+    head._look(now + MONITOR_S + 1)
+    until(lambda: Path(f"/proc/{pids['monitor']}/stat").read_text().rpartition(") ")[2][0] == "Z")
+    assert not head.dead

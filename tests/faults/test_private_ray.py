@@ -1,0 +1,105 @@
+"""The central processes of a private Ray are killed and stopped, with real signals: the run goes on, or ends with the cause.
+
+Over a minute: three drivers, each with a Ray of its own, because two of the signals end it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.faults.conftest import GPT
+
+END_S = 60
+PROCESSES = {
+    "GCS": "/gcs/gcs_server",
+    "raylet": "/raylet/raylet",
+    "coordinator": "ray::Coordinator",
+    "monitor": "ray::RunMonitor",
+}
+
+
+class Trained:
+    """A run in a driver of its own, which has saved a checkpoint."""
+
+    def __init__(self, project: Any, name: str, *options: str) -> None:
+        self.project, self.name = project, name
+        job = [*GPT, "--set", "train.steps=1000000", "--set", "checkpoint.every=20", "--set", "eval.every=1000000"]
+        self.process: subprocess.Popen[str] = project.start("train", "job.yaml", "--name", name, *job, *options)
+        self.until(lambda: bool(list((project.runs / name).glob("checkpoints/step-*/MANIFEST-*"))))
+        self.below = psutil.Process(self.process.pid).children(recursive=True)
+
+    def until(self, true: Callable[[], bool]) -> None:
+        """Waits for it while the run goes on."""
+        while not true():
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.05)
+
+    def pid(self, name: str) -> int:
+        """Of a central process."""
+        mark = PROCESSES[name]
+        found = [
+            p.pid for p in psutil.Process(self.process.pid).children(recursive=True) if mark in " ".join(p.cmdline())
+        ]
+        return found[0]
+
+    def step(self) -> int:
+        """The newest committed checkpoint."""
+        return max(
+            int(p.parent.name[5:]) for p in (self.project.runs / self.name).glob("checkpoints/step-*/MANIFEST-*")
+        )
+
+    def ended(self) -> tuple[int, str]:
+        """Its exit code and stderr; nothing of it is left."""
+        _, err = self.process.communicate(timeout=END_S)
+        _, alive = psutil.wait_procs(self.below, timeout=10)
+        assert not alive
+        assert "Traceback" not in err
+        assert self.project.show(self.name)["status"] == "stopped"
+        return self.process.returncode, err
+
+
+@pytest.mark.parametrize("name", ["GCS", "raylet"])
+def test_killed(project: Any, name: str) -> None:
+    """Exit code 3 with that cause. Without the GCS the ranks save a checkpoint first."""
+    run = Trained(project, f"killed-{name.lower()}")
+    pid, before = run.pid(name), run.step()
+    os.kill(pid, signal.SIGKILL)
+    code, err = run.ended()
+    assert code == 3
+    assert f"Ray's {name} (process {pid}) has exited, killed by SIGKILL; run the same command again to continue" in err
+    assert run.step() > before if name == "GCS" else run.step() >= before
+    assert "killed by SIGKILL" in project.show(run.name)["attempts"][-1]["cause"]
+
+
+def test_stopped(project: Any) -> None:
+    """All of them for some seconds: the run goes on. The monitor for longer: it is replaced. The coordinator for good: SIGTERM ends
+    the run with exit code 3 and that cause.
+    """
+    run = Trained(project, "frozen")
+    pids = [run.pid(name) for name in PROCESSES]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5)  # what is tested: for how long
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    before = run.step()
+    run.until(lambda: run.step() > before)
+    assert [run.pid(name) for name in PROCESSES] == pids
+    os.kill(pids[-1], signal.SIGSTOP)
+    run.until(lambda: not psutil.pid_exists(pids[-1]))
+    before = run.step()
+    run.until(lambda: run.step() > before)
+    coordinator = run.pid("coordinator")
+    os.kill(coordinator, signal.SIGSTOP)
+    run.process.send_signal(signal.SIGTERM)
+    code, err = run.ended()
+    assert code == 3
+    assert f"Ray's coordinator (process {coordinator}) has been stopped, as by SIGSTOP" in err
