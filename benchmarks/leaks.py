@@ -77,7 +77,7 @@ def wrong(windows: int) -> dict[str, dict[str, float]]:
 
 def late(percent: float, noise: float, garbage: float, seed: int) -> float | None:
     """Minutes until a leak of `percent` per minute is found; None if not within DAYS."""
-    rng, history = np.random.default_rng(seed), History(leak.COLUMNS)
+    rng, history = np.random.default_rng(seed), History(leak.LONG)
     for begin in range(0, DAYS * 86_400, PER_ROW):
         at = begin + np.arange(PER_ROW)
         readings = (
@@ -86,7 +86,7 @@ def late(percent: float, noise: float, garbage: float, seed: int) -> float | Non
         # Only the lowest reading of a bin counts.
         row: dict[str, Any] = {"kind": "rank", "rank": 0, "attempt": 1, "step": begin + 2}
         history.add([{**row, "at": float(begin), "anon_bytes": float(readings.min())}])
-        if any(leak.check(window) for window in history.windows()):
+        if any(leak.leak(window) for window in history.windows()):
             return begin / 60
     return None
 

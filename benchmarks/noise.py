@@ -50,7 +50,7 @@ def trainer(rank: Rank, strategy: str) -> tuple[TrainStep, MicroBatch]:
     torch.manual_seed(1)
     model = gpt.build(spec.model, VOCAB)
     made.wrap(model, lambda module: loss_sum(module, MicroBatch(batch.tokens[:1], batch.targets[:1])))
-    noise = GradientNoise(Mesh(rank), made.module, made.loss_factor, every=2, batch=WORLD * BATCH, total=1)
+    noise = GradientNoise(Mesh(rank), made.module, made.loss_factor, every=2)
     step = TrainStep(
         Mesh(rank), made, optimizers.build(made.shards(), spec.optim, rank.device), Precision(spec.precision, rank.device),
         parameters=gather_parameters(made.shards(), rank), full_tokens=WORLD * batch.targets.numel(), clip=1.0, hooks=[noise],

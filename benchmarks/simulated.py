@@ -18,10 +18,10 @@ from common import write
 
 from raydist.checkpoint.memory_layout import Shard
 from raydist.cluster.nodes import Node, room
-from raydist.cluster.run.hang_detection import RankView, judge
 from raydist.cluster.run.memory_checkpoint_recovery import Copy, Inventory, place
 from raydist.cluster.run.recovery import History, Split, decide, resize
 from raydist.cluster.run.root_cause import Failure, RankError, root_cause
+from raydist.diagnosis._hang import RankView, judge
 from raydist.spec.models import RecoverySpec
 
 PER_NODE = 8

@@ -1,7 +1,8 @@
 """Writes the pages of docs/reference that follow from the code: `make docs`.
 
 The job file and the sweep file with their JSON Schemas (from the models of raydist/spec), the command line (from the commands of
-raydist/cli), and the tables of columns in docs/reference/observe.md. tests/contracts/test_docs.py fails when a page is out of date.
+raydist/cli), the tables of columns in docs/reference/observe.md, and what the rules of raydist/diagnosis say of
+themselves. tests/contracts/test_docs.py fails when a page is out of date.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import typer.main
 
+from raydist import diagnosis
 from raydist.cli.main import app
 from raydist.cli.schema import job_schema, sweep_schema
 from raydist.run import telemetry_schema
@@ -162,6 +164,18 @@ def with_columns(page: str) -> str:
     return re.sub(r"<!-- columns: (\w+) -->.*?<!-- end -->", table, page, flags=re.DOTALL)
 
 
+def with_rules(page: str) -> str:
+    """The page with the thresholds and the decision tree of the rules of raydist.diagnosis, between their comments."""
+    every = diagnosis.rules()
+    limits = [f"| {' | '.join(row)} |" for row in diagnosis.thresholds(every)]
+    table = ["| rule | limit | value | source |", "|---|---|---|---|", *limits]
+    tree = [f"    {line}" for line in diagnosis.words_of_tree(every).split("\n")]
+    for name, lines in (("thresholds", [*table]), ("tree", ["", *tree, ""])):
+        text = "\n".join([f"<!-- {name} -->", *lines, "<!-- end -->"])
+        page = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, text=text: text, page, flags=re.DOTALL)
+    return page
+
+
 def _ref(prop: dict[str, Any]) -> str | None:
     refs = [p["$ref"] for p in (prop, *prop.get("anyOf", [])) if "$ref" in p]
     return refs[0].rsplit("/", 1)[-1] if refs else None
@@ -170,6 +184,7 @@ def _ref(prop: dict[str, Any]) -> str | None:
 def pages() -> dict[Path, str]:
     """Each generated file, and its text."""
     observe = HERE / "observe.md"
+    of_rules = [HERE / "thresholds.md", HERE.parent / "explanation/doctor.md"]
     return {
         HERE / "spec.schema.json": json.dumps(job_schema(), indent=1) + "\n",
         HERE / "spec.md": reference(),
@@ -177,6 +192,7 @@ def pages() -> dict[Path, str]:
         HERE / "sweep-spec.md": sweep_reference(),
         HERE / "cli.md": cli_reference(),
         observe: with_columns(observe.read_text(encoding="utf-8")),
+        **{path: with_rules(path.read_text(encoding="utf-8")) for path in of_rules},
     }
 
 

@@ -102,6 +102,7 @@ class Event:
 
 Severity = Literal["info", "warning", "critical"]
 """info: could be improved; warning: will fail or wastes much; critical: the results are not reliable."""
+FindingState = Literal["new", "changed", "over"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,11 @@ class Finding:
 
     `rule`: its name; `rank`: the rank concerned, None for all; `what`: one line, with the important figures; `figures`:
     plain values by name, units in the names; `remedy`: what to do about it.
+
+    `symptom`: what was seen, by name: causes of one symptom compete, and one finding is told; "" where the rule is alone.
+    `cause`: in words. `culprit`: by kind (rank, host, node, gpu, link, file, setting, step). `evidence`: [{"figure", "value",
+    "from"}]. `others`: the causes that were considered too, [{"cause", "against"}]. `confidence`: 0 to 1. `lost`: share of the
+    time that it costs, 0 to 1; None if it costs none or that is not known. `state`: new, changed or over.
     """
 
     rule: str
@@ -118,6 +124,19 @@ class Finding:
     what: str
     figures: dict[str, Any]
     remedy: str
+    symptom: str = ""
+    cause: str = ""
+    culprit: dict[str, Any] = field(default_factory=dict)
+    evidence: list[dict[str, Any]] = field(default_factory=list)
+    others: list[dict[str, Any]] = field(default_factory=list)
+    confidence: float | None = None
+    lost: float | None = None
+    state: FindingState = "new"
+
+    @property
+    def key(self) -> tuple[str, int | None, str]:
+        """Equal for findings of the same symptom and culprit, whatever the figures."""
+        return self.symptom or self.rule, self.rank, str(self.figures.get("kind", ""))
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, to cross processes and versions."""
@@ -125,8 +144,8 @@ class Finding:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Finding:
-        """The inverse of `to_dict`; keys of later versions are dropped."""
-        return cls(**{f.name: raw[f.name] for f in dataclasses.fields(cls)})
+        """The inverse of `to_dict`; keys of later versions are dropped, and those that an earlier one lacks have their defaults."""
+        return cls(**{f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw})
 
     def event(self, at: float) -> Event:
         """The finding as an event of a run, at Unix time `at`."""

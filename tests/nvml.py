@@ -31,6 +31,7 @@ class FakeGpu:
     clocks: dict[int, int] = field(default_factory=lambda: {pynvml.NVML_CLOCK_SM: 1755, pynvml.NVML_CLOCK_MEM: 3201})
     reasons: int = 0
     ecc: int = 0
+    lanes: int = 16
     processes: dict[int, int | None] = field(default_factory=dict)
     fields: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """(field, scope) -> (type, value); all others are not supported."""
@@ -115,6 +116,9 @@ class FakeNvml:
 
     def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int:
         return self._called("nvmlDeviceGetEnforcedPowerLimit", handle).power_limit
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: Any) -> int:
+        return self._called("nvmlDeviceGetCurrPcieLinkWidth", handle).lanes
 
     def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int:
         assert sensor == pynvml.NVML_TEMPERATURE_GPU

@@ -24,6 +24,7 @@ from raydist.cli import (
     convert,
     crash,
     data,
+    doctor,
     evaluate,
     faults,
     init,
@@ -66,6 +67,7 @@ logs.register(app)
 rm.register(app)
 watch.register(app)
 profile.register(app)
+doctor.register(app)
 trace.register(app)
 report.register(app)
 sample.register(app)
@@ -148,14 +150,16 @@ _READING = frozenset(
         "init",
     ]
 )
-"""Commands that run no code of the user: whatever a run's files or the working directory contain."""
+"""With `doctor` of a run: commands that run no code of the user: whatever a run's files or the working directory contain."""
 
 
 def _set_imports(arguments: list[str]) -> None:
     """A command that trains or plans may import the user's modules from the working directory, after the installed packages."""
     here = os.getcwd()
     sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
-    trusted = _command(arguments) not in _READING or "--trust" in arguments
+    command = _command(arguments)
+    of_run = command == "doctor" and not any(argument.endswith((".yaml", ".yml")) for argument in arguments)
+    trusted = not (command in _READING or of_run) or "--trust" in arguments
     registry.trust(trusted)
     if trusted or here == os.path.dirname(
         raydist.__path__[0]

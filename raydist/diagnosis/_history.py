@@ -33,7 +33,7 @@ EVERY = BINS // 4
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Lows:
     """The history of all ranks at one scale: bins of `bin_s` seconds; the newest ends at Unix time `end`.
 
     `lows`: column -> [R, BINS], one row per rank in `ranks`, oldest bin first; NaN: no reading. Always contains `step`.
@@ -124,7 +124,7 @@ class History:
             if value is not None and not value >= rank_history.now[i]:
                 rank_history.now[i] = value
 
-    def windows(self) -> Iterator[Window]:
+    def windows(self) -> Iterator[Lows]:
         """The windows with at least EVERY new bins since the last call that returned them; the shortest first."""
         for scale, due in enumerate(self._due):
             end = ((self._newest + 1) >> scale) - 1
@@ -132,8 +132,8 @@ class History:
                 self._due[scale] = end + EVERY
                 yield self._window(scale, end)
 
-    def _window(self, scale: int, end: int) -> Window:
+    def _window(self, scale: int, end: int) -> Lows:
         ranks = tuple(sorted(self._ranks))
         lows = np.stack([self._ranks[rank].last(scale, end) for rank in ranks])
         bin_s = self._bin_s * (1 << scale)
-        return Window(bin_s, (end + 1) * bin_s, ranks, {c: lows[:, :, i] for i, c in enumerate(self._columns)})
+        return Lows(bin_s, (end + 1) * bin_s, ranks, {c: lows[:, :, i] for i, c in enumerate(self._columns)})

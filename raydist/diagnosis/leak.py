@@ -12,13 +12,25 @@ zero. A single jump, however large, gives t = 1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
-from raydist.diagnosis._history import BINS, Window
+from raydist.diagnosis._history import BINS, Lows
+from raydist.diagnosis._symptoms import figure
+from raydist.diagnosis._window import Window
 from raydist.records import Finding
 
-COLUMNS = ("allocated_bytes", "reserved_bytes", "anon_bytes")
+ONCE = True
+CAUSE = "memory leaks, on the device or on the host"
+LOOKS = "the minima of memory in 64 bins, from half a minute to four hours each: steady growth"
+THRESHOLDS = {
+    "t": ("8 of Student's t, of 15 increments", "one in a million by chance (docs/explanation/memory.md)"),
+    "growth": ("5%, and 16 MiB", "below it a run of days has room (docs/explanation/memory.md)"),
+    "steady": ("0.9 of the first half's growth in the second", "a cache that fills up slows down"),
+}
+LONG = ("allocated_bytes", "reserved_bytes", "anon_bytes")
 """Most specific first. Not rss_bytes: a memory-mapped dataset raises it as it is read, and the kernel can reclaim that."""
 
 SEGMENTS = 16
@@ -47,9 +59,17 @@ _REMEDY = {
 }
 
 
-def check(window: Window) -> Finding | None:
-    """The leak of the first kind in COLUMNS that leaks, on the rank where it grows most; the others are in `figures`."""
-    found = [(kind, row) for kind in COLUMNS for row in np.flatnonzero(leaks(window.lows[kind], window.lows["step"]))]
+def check(window: Window) -> Iterator[Finding]:
+    """At each scale that has new bins."""
+    for lows in window.lows:
+        finding = leak(lows)
+        if finding is not None:
+            yield finding
+
+
+def leak(window: Lows) -> Finding | None:
+    """The leak of the first kind in LONG that leaks, on the rank where it grows most; the others are in `figures`."""
+    found = [(kind, row) for kind in LONG for row in np.flatnonzero(leaks(window.lows[kind], window.lows["step"]))]
     if not found:
         return None
     first = found[0][0]
@@ -82,6 +102,16 @@ def check(window: Window) -> Finding | None:
             ],
         },
         remedy=_REMEDY[first],
+        cause="objects are kept after their step"
+        if first != "reserved_bytes"
+        else "the allocator's blocks fit no tensor",
+        culprit={"rank": rank, "kind": first},
+        evidence=[
+            figure("bytes a minute", minute, f"telemetry: {first}, median slope of {BINS} minima"),
+            figure("growth", max(grown), f"telemetry: {first}"),
+        ],
+        others=[{"cause": "a cache that fills up", "against": "its growth has not slowed down over the window"}],
+        confidence=0.9,
     )
 
 

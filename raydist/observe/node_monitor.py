@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raydist.ipc import mailbox
+from raydist.observe.hardware.cgroup import CpuGroups
 from raydist.observe.hardware.host import Host, process
 from raydist.observe.hardware.nvml import Gpus, Reading
 
@@ -58,6 +59,8 @@ class NodeMonitor:
         self._host = Host(node, folder, env)
         self._name = socket.gethostname()
         self._seen: dict[int, tuple[Any, Any]] = {}
+        self._quotas = CpuGroups()
+        self._stopped: dict[int, int] = {}
         self._unsent: deque[list[Row]] = deque(maxlen=_KEPT)
         self._call: Any = None
         self._complained = False
@@ -83,7 +86,7 @@ class NodeMonitor:
     def read(self) -> list[Row]:
         """The current rows: the node's, one per GPU, and the new rows of its ranks. Nulls are left out."""
         ranks = {row["rank"]: row for row in mailbox.read(self._run_uri, self._node)}
-        used = {rank: process(row["pid"]) for rank, row in ranks.items()}
+        used = {rank: self._process(row["pid"]) for rank, row in ranks.items()}
         living = {rank: row for rank, row in ranks.items() if used[rank]}
         gpus = self._gpus.read()
         places = place(living, gpus)
@@ -114,6 +117,18 @@ class NodeMonitor:
         return rows
 
     # --- private
+
+    def _process(self, pid: int) -> Row:
+        """A rank's process, with how often it was seen stopped."""
+        row = process(pid)
+        if not row:
+            self._stopped.pop(pid, None)
+            return row
+        stopped = self._stopped.get(pid, 0) + (row.pop("state") in "Tt")
+        self._stopped[pid] = stopped
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+            row["throttled_seconds"] = self._quotas.throttled_seconds(pid)
+        return {**row, "stopped_count": stopped}
 
     def _watch(self) -> None:
         self._gpus = Gpus()  # in this thread, because it may take seconds

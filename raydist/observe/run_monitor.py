@@ -89,8 +89,11 @@ class RunMonitor:
         except OSError as error:
             no_journal = str(error)
         self._samples = TelemetryLog(self._run)
-        self._diagnosis = Diagnosis()
+        self._diagnosis = Diagnosis(spec=spec)
         self._undiagnosed: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
+        self._undiagnosed_steps: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
+        self._undiagnosed_events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
+        self._broken_rules: set[str] = set()
         self._storing = threading.Lock()
         """Only one thread writes state.json at a time, so that an old state never replaces a newer one."""
         self._store_state()
@@ -238,6 +241,8 @@ class RunMonitor:
         self._exporters.event(event.to_dict())
         if event.kind in EXPORTED_ONLY:
             return
+        if event.kind != "finding":
+            self._undiagnosed_events.append(event)
         with self._lock:
             self._seen += 1
             self._recent.append((self._seen, event.to_dict()))
@@ -253,6 +258,7 @@ class RunMonitor:
         if new:
             with self._lock:
                 self._view.records(new)
+            self._undiagnosed_steps.extend(new)
             self._exporters.steps(new, time.time())
         return new
 
@@ -311,19 +317,22 @@ class RunMonitor:
             self._look_for_requests()
             try:
                 self._exporters.wake()  # first: they do not need this storage
+                self._diagnose()
                 self._flush()
                 self._store_state()
                 self._samples.flush()
-                self._diagnose()
                 self._accepted()
             except Exception as error:  # must not end the monitor; the next round tries again
                 self._refused(error)
 
     def _diagnose(self) -> None:
-        """Applies all rules to the rows that arrived since the last call."""
-        rows = [self._undiagnosed.popleft() for _ in range(len(self._undiagnosed))]
-        for finding in self._diagnosis.observe(rows):
+        """Applies all rules to the rows, steps and events that arrived since the last call."""
+        rows, steps = _taken(self._undiagnosed), _taken(self._undiagnosed_steps)
+        for finding in self._diagnosis.observe(rows, steps, _taken(self._undiagnosed_events)):
             self._take(finding.event(time.time()))
+        for rule in self._diagnosis.problems.keys() - self._broken_rules:
+            self._broken_rules.add(rule)
+            self._note(f"the rule {rule} has failed and is not used any more: {self._diagnosis.problems[rule]}")
 
     def _look_for_requests(self) -> None:
         with suppress(StorageError):  # the requester reports it when its wait times out
@@ -363,6 +372,11 @@ class RunMonitor:
             seconds, reason = time.monotonic() - self._refused_since, self._storage_error
             self._storage_error = self._refused_since = None
         self._note(f"records could not be written for {seconds:.0f} s: {reason}")
+
+
+def _taken(queue: deque[Any]) -> list[Any]:
+    """Empties a queue to which other threads append."""
+    return [queue.popleft() for _ in range(len(queue))]
 
 
 def start_monitor(

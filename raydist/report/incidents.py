@@ -69,6 +69,12 @@ def found(
         elif event.kind == "fault":
             made = _one(event.at, "injected fault", data["attempt"], data["step"], data.get("rank"), text.event(event))
             incidents.append({**made, "severity": "info", "remedy": "requested with --faults"})
+        elif event.kind == "finding" and data.get("state") == "over":
+            before = next(
+                (one for one in reversed(incidents) if (one["kind"], one["rank"]) == (data["rule"], data["rank"])), None
+            )
+            if before is not None:
+                before["then"] = f"over after {text.span(event.at - before['at'])}"
         elif event.kind == "finding":
             made = _one(event.at, data["rule"], attempt, None, data.get("rank"), data["what"], data["remedy"])
             incidents.append({**made, "severity": data["severity"]})

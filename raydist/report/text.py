@@ -160,6 +160,8 @@ def _line(what: Event) -> str:
             problems = "; ".join(map(_gradient, data["problems"])) + (f"; and {more} more" if more else "")
             return f"step {data['step']}: the gradient of {problems}"
         case "finding":
+            if data.get("state") == "over":
+                return f"over: {data['what']}"
             return f"{data['what']}: {data['remedy']}"
         case "data_stalled":
             where = data["where"].partition("\n")[0]

@@ -6,7 +6,7 @@ Runs anywhere. Must not import torch or ray. docs/reference/observe.md has the f
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raydist.parsing import parse_yaml
+from raydist.records import Event, Finding
 from raydist.report import text, time_breakdown
 from raydist.run.directory import SPEC, RunDir
 from raydist.run.log import plain, read_events
@@ -62,6 +63,7 @@ def view(run: RunDir) -> dict[str, Any]:
             for (rank,), own in sorted(ranks.items())
         ],
         "nodes": [_node(own) for _, own in sorted(nodes.items())],
+        "findings": _findings(read_events(run)) if state["status"] == "running" else [],
     }
     return dict(plain(found))
 
@@ -90,6 +92,10 @@ def panel(seen: dict[str, Any]) -> RenderableType:
         )
     slow = next((row for row in seen["ranks"] if row["slowest"]), None)
     tail = [] if slow is None else [Text(f"the others wait for rank {slow['rank']} on {slow['host']}", "yellow")]
+    tail += [
+        Text(f"{one['what']}: {one['remedy']}", "red" if one["severity"] == "critical" else "yellow")
+        for one in seen["findings"]
+    ]
     return Group(head, table, *tail, *_bars(seen["expert_loads"]))
 
 
@@ -109,7 +115,23 @@ def line(seen: dict[str, Any]) -> str:
             worst = max(known, key=lambda row: row[name])
             parts.append(f"{name} {_percent(worst[name])} (rank {worst['rank']})")
     parts += [f"slowest rank {row['rank']}" for row in seen["ranks"] if row["slowest"]]
+    parts += [one["what"] for one in seen["findings"]]
     return "  ".join(parts)
+
+
+def _findings(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Those of the newest attempt that are not over: rule, rank, severity, what, remedy."""
+    found: dict[Any, dict[str, Any]] = {}
+    for event in events:
+        if event.kind == "attempt_started":
+            found.clear()
+        elif event.kind == "finding":
+            finding = Finding.from_dict(event.data)
+            found.pop(finding.key, None)
+            if finding.state != "over":
+                names = ("rule", "rank", "severity", "what", "remedy")
+                found[finding.key] = {name: getattr(finding, name) for name in names}
+    return list(found.values())
 
 
 def _loads(run: RunDir) -> dict[str, Any] | None:

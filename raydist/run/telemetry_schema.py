@@ -46,6 +46,11 @@ RANK: dict[str, tuple[pa.DataType, str]] = {
     "rss_bytes": (_I, "resident memory of the rank's process"),
     "anon_bytes": (_I, "its part not backed by files: pages of a memory-mapped dataset are only in rss_bytes"),
     "cpu_seconds": (_F, "total processor time of the rank's process"),
+    "run_delay_seconds": (_F, "total time that its main thread was ready to run and had no processor"),
+    "throttled_seconds": (_F, "total time that its control group was held at its CPU quota"),
+    "major_faults_count": (_I, "total number of its pages that were read from a disk: swap, mapped files"),
+    "stopped_count": (_I, "total number of readings in which its process was stopped (SIGSTOP, a debugger)"),
+    "gc_seconds": (_F, "total time in Python's garbage collector"),
     **{
         f"{op}_{name}": (kind, f"total {text} of {op}")
         for op in OPS
@@ -62,6 +67,7 @@ RANK: dict[str, tuple[pa.DataType, str]] = {
 NODE: dict[str, tuple[pa.DataType, str]] = {
     "cpu_util": (_F, "share of all processors in use since the previous row, 0 to 1, by all processes"),
     "cpu_count": (_I, "processors"),
+    "steal_seconds": (_F, "total processor time that its hypervisor gave to others"),
     "load": (_F, "load average of one minute"),
     "memory_used_bytes": (
         _I,
@@ -78,6 +84,9 @@ NODE: dict[str, tuple[pa.DataType, str]] = {
     "nic_in_packets": (_I, "total packets received on it"),
     "nic_out_packets": (_I, "total packets sent on it"),
     "nic_errors": (_I, "total errors and drops on it, both directions"),
+    "retransmits_count": (_I, "total number of TCP segments that were sent again, on all interfaces"),
+    "link_queue_bytes": (_I, "waiting in the TCP sockets to the peer with the most"),
+    "link_queue_peer": (_S, "address of that peer; empty if nothing waits"),
     "nic_limit_bytes_per_second": (_F, "its speed in one direction, as reported by the driver; null if unknown"),
     "rdma_in_bytes": (
         _I,
@@ -99,6 +108,7 @@ GPU: dict[str, tuple[pa.DataType, str]] = {
     "gpu_sm_clock_hz": (_F, "clock of the multiprocessors"),
     "gpu_memory_clock_hz": (_F, "clock of the memory"),
     "gpu_throttle": (_S, "reasons for reduced clocks, comma-separated; empty if there are none"),
+    "gpu_pcie_width": (_I, "PCIe lanes in use"),
     "gpu_pcie_in_bytes_per_second": (_F, "received over PCIe"),
     "gpu_pcie_out_bytes_per_second": (_F, "sent over PCIe"),
     "gpu_nvlink_in_bytes": (_I, "total received over all NVLinks"),

@@ -272,7 +272,7 @@ class Assembly:
         return Compression(reducers, self.precision, self.rank)
 
     def _noise(self) -> GradientNoise | None:
-        every, batch = self.spec.observe.grad_noise, self.batches.global_batch
+        every = self.spec.observe.grad_noise
         if every is None:
             return None
         if self.parts is not None:
@@ -291,7 +291,7 @@ class Assembly:
                 self._note(f"observe.grad_noise: not measured with parallel.{axis}: {why}")
                 return None
         module, factor = self.strategy.module, self.strategy.loss_factor
-        return GradientNoise(self.mesh, module, factor, self.split, every=every, batch=batch, total=self.total)
+        return GradientNoise(self.mesh, module, factor, self.split, every=every)
 
     def _replica_check(self, model: nn.Module, parameters: ParameterTable) -> ReplicaCheck | None:
         """None if no two ranks hold the same weights."""

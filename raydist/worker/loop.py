@@ -131,10 +131,6 @@ class _Run(Assembly):
                     ended = time.perf_counter()
                     self.heartbeat.stepped(ended - begun - batch.wait_seconds)
                     self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
-                    for measure in (self.noise, self.compression):
-                        found = measure.verdict(at.step) if measure else None
-                        if found and self.reporter:
-                            self.reporter.event(found.event(time.time()))
                     self.checkpoints.stepped(ended - before, unusual)
                     before, unusual = ended, False
                     if at.step == first:

@@ -26,7 +26,7 @@ from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.comm import compressors
 from raydist.worker.comm.compression.reducer import reducers_of
-from raydist.worker.comm.compression.state import GROWN, NAME, WINDOW, Growth
+from raydist.worker.comm.compression.state import NAME
 from raydist.worker.comm.compressors import Rows, Sums
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
@@ -501,20 +501,6 @@ def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
     total = torch.zeros(2048)
     compressor.add(encoded, total)
     assert not torch.isfinite(total).all()
-
-
-def test_growth_is_reported_once() -> None:
-    """Not while the mean of the last steps is within a factor of the smallest, and not after one bad step."""
-    growth = Growth()
-    found = []
-    for step in range(1, 8 * WINDOW):
-        growth.add(1.0 if step < 3 * WINDOW else 2 * GROWN, 1.0)
-        growth.add(1.0 if step != WINDOW else 50.0, 1.0)
-        found.append(growth.verdict(step))
-    told = [f for f in found if f is not None]
-    assert len(told) == 1
-    assert told[0].severity == "warning"
-    assert 3 * WINDOW < told[0].figures["step"] < 5 * WINDOW
 
 
 class Wide(Rows):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 import yaml
 from torch import nn
@@ -24,7 +23,8 @@ from raydist import registry
 from raydist.cli.main import app
 from raydist.data import prepare, tokenizers
 from raydist.data.dataset import TokenDataset
-from raydist.diagnosis import BINS, Window
+from raydist.diagnosis import Window
+from raydist.diagnosis._window import BIN_S, Store
 from raydist.errors import SpecError
 from raydist.extension_plans import optimizer_plan, strategy_plan
 from raydist.observe.exporters import resolve
@@ -311,12 +311,15 @@ def test_the_hook_keeps_its_contract(tmp_path: Path) -> None:
 def test_the_rule_keeps_its_contract() -> None:
     """It names the rank that holds more than twice the median, and finds nothing if all are equal."""
     rule = importlib.import_module("my_rule")
-    values = np.full((3, BINS), 2.0**30)
-    window = Window(30.0, 1e9, (0, 1, 2), {"rss_bytes": values, "step": values})
-    assert rule.check(window) is None
-    values[1, -1] *= 3
-    found = rule.check(window)
-    assert (found.rank, found.figures["rss_bytes"]) == (1, 3 * 2.0**30)
+    assert all(getattr(rule, name) for name in ("CAUSE", "LOOKS", "THRESHOLDS"))
+    for most, told in ((1, []), (3, [(1, 3 * 2.0**30)])):
+        store = Store(["at", *rule.COLUMNS])
+        for at in range(60):
+            for rank in range(3):
+                held = 2**30 * (most if rank == 1 else 1)
+                store.add(rank, {"at": float(at), "rss_bytes": held, "rank": rank, "host": "h", "node": "10.0.0.1"})
+        found = list(rule.check(Window(int(59 // BIN_S), stores={"rank": store})))
+        assert [(one.rank, one.figures["rss_bytes"]) for one in found] == told
 
 
 def test_a_model_with_the_loss_and_the_optimizer_learns(ranks: Any, folder: Path) -> None:

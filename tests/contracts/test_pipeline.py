@@ -349,7 +349,7 @@ def stuck(rank: Rank, spec: JobSpec, folder: str) -> str | None:
 
 
 def test_a_stage_that_waits_for_its_first_micro_batch(ranks: Any, tmp_path: Path) -> None:
-    """Its stack says so, so the verdict on a hang does not name it (tests/cluster/test_hang_detection.py); and it is in a phase
+    """Its stack says so, so the verdict on a hang does not name it (tests/diagnosis/test_hang.py); and it is in a phase
     with a deadline."""
     assert run(ranks, stuck, 2, mesh_job("ddp", 1, DEEP, TWO), str(tmp_path)) == [None, "forward"]
     assert "forward" not in heartbeat.UNLIMITED

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from raydist.diagnosis import BINS, Diagnosis, Window, leak
+from raydist.diagnosis import BINS, Diagnosis, Lows, leak
 from raydist.records import Finding
 from raydist.worker.metrics.memory import process
 
@@ -22,12 +22,12 @@ T = np.arange(BINS, dtype=float)
 STEPS = T[None] * 10
 
 
-def window(step: Any = STEPS, **kinds: Any) -> Window:
+def window(step: Any = STEPS, **kinds: Any) -> Lows:
     """A window of 32 minutes; kinds that are not given are NaN."""
     ranks = len(next(iter(kinds.values())))
     nothing = np.full((ranks, BINS), np.nan)
-    lows = {"step": np.broadcast_to(step, (ranks, BINS)), **{name: kinds.get(name, nothing) for name in leak.COLUMNS}}
-    return Window(30.0, START, tuple(range(ranks)), lows)
+    lows = {"step": np.broadcast_to(step, (ranks, BINS)), **{name: kinds.get(name, nothing) for name in leak.LONG}}
+    return Lows(30.0, START, tuple(range(ranks)), lows)
 
 
 def autoregressive(rng: np.random.Generator, n: int, phi: float) -> Floats:
@@ -92,9 +92,10 @@ def rows(memory: Iterable[tuple[float, float]], rank: int = 0, attempt: int = 1)
 def found(memory: Iterable[tuple[float, float]]) -> tuple[float, Finding] | None:
     """(minutes after the first step, finding) of the first finding."""
     diagnosis = Diagnosis()
-    for row in rows(memory):
-        for finding in diagnosis.observe([row]):
-            return (row["at"] - START) / 60, finding
+    every = list(rows(memory))
+    for i in range(0, len(every), 12):
+        for finding in diagnosis.observe(every[i : i + 12]):
+            return (every[i]["at"] - START) / 60, finding
     return None
 
 
@@ -177,7 +178,7 @@ def test_the_worst_rank_of_the_most_telling_kind_is_named() -> None:
         "reserved_bytes": np.stack([flat, grows, flat]),
         "anon_bytes": np.stack([grows, flat, flat]),
     }
-    finding = leak.check(window(**kinds))
+    finding = leak.leak(window(**kinds))
     assert finding is not None
     assert (finding.rank, finding.figures["kind"]) == (2, "allocated_bytes")
     assert finding.figures["bytes_per_minute"] == pytest.approx(2 * 2 * 2**26)

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raydist.cluster.run.hang_detection import RankView, judge
 from raydist.cluster.run.root_cause import RankError, is_echo
+from raydist.diagnosis._hang import RankView, judge
 from raydist.ipc import RENDEZVOUS_SECRET
 from raydist.launch.rendezvous import new_secret
 
@@ -227,7 +227,7 @@ class Coordinator:
             await self._notify()
 
     async def seen(self, group: int, rank: int, attempt: int, view: dict[str, Any]) -> None:
-        """The answer to "look": the fields of `raydist.cluster.run.hang_detection.RankView`."""
+        """The answer to "look": the fields of `raydist.diagnosis._hang.RankView`."""
         if (group, attempt) == (self._group, self._attempt):
             self._views[rank] = view
             await self._notify()

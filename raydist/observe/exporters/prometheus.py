@@ -3,8 +3,8 @@
 Runs in: the run's monitor. Imports ray when created. docs/how-to/exporters.md has the names,
 and deploy/grafana/raydist.json uses them.
 
-Ray puts `ray_` before each name. Labels are few: `run`; `rank`, as many as the run has; `op`, `kind`, `phase` and `cause`, from
-fixed lists. A rank's counters restart with each attempt: only the increase since its last sample is added.
+Ray puts `ray_` before each name. Labels are few: `run`; `rank`, as many as the run has; `op`, `kind`, `phase`, `cause`, `rule` and
+`severity`, from fixed lists. A rank's counters restart with each attempt: only the increase since its last sample is added.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "raydist_comm_seconds_total": ("time of collectives, from start to end", ("run", "rank", "op")),
     "raydist_comm_exposed_seconds_total": ("time of collectives not overlapped with computation", ("run", "rank")),
     "raydist_comm_bytes_total": ("bytes of collectives' messages", ("run", "rank", "op")),
+    "raydist_findings_total": ("findings, by rule and severity", ("run", "rule", "severity")),
     "raydist_restarts_total": ("attempts that failed, by the kind of the root cause", ("run", "cause")),
 }
 """Name -> (description, labels)."""
@@ -104,9 +105,11 @@ class Exporter(BaseExporter):
             self._set_run_gauge("raydist_mfu_ratio", tokens / seconds * per_token / peak)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Failures, the loss of an evaluation, and the data for MFU."""
+        """Failures, findings, the loss of an evaluation, and the data for MFU."""
         if event["kind"] == "failure":
             self._add("raydist_restarts_total", 1, cause=event["fault"] if event["fault"] in CAUSES else "other")
+        elif event["kind"] == "finding" and event.get("state", "new") != "over":
+            self._add("raydist_findings_total", 1, rule=event["rule"], severity=event["severity"])
         elif event["kind"] == "eval":
             self._set_run_gauge("raydist_eval_loss_nats", event["loss"])
         elif event["kind"] == "capacity":

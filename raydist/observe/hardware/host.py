@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +24,10 @@ _SPEED_READS = 60
 _SECTOR_BYTES = 512  # unit of /proc/diskstats, for every disk
 _LANES = 4  # InfiniBand counts data in units of four bytes
 _SPACE_S = 10.0
+_SOCKETS = 1000
+"""Sockets of a host that are read in each reading; with N times as many, in every Nth."""
+_LOOPBACK = "7F"
+"""Of 127.0.0.0/8, at this place on a machine with the least significant byte first."""
 
 
 class Host:
@@ -38,6 +44,7 @@ class Host:
         self._nic = training_interface(node_ip, env or {})
         self._limit: float | None = None
         self._reads = 0
+        self._queue_reads = 1
         # Partitions, volumes and RAIDs count the same I/O as their disks; only disks have a `device` entry.
         self._disks = {path.parent.name for path in (root / "sys/block").glob("*/device")}
         self._rdma = sorted((root / "sys/class/infiniband").glob("*/ports/*/counters"))
@@ -45,7 +52,16 @@ class Host:
     def read(self) -> dict[str, Any]:
         """Values of `raydist.run.telemetry_schema.NODE`; those that this kernel does not provide are left out."""
         row: dict[str, Any] = {"cpu_count": os.cpu_count(), "disk_free_bytes": self._space.newest()}
-        for what in (self._cpu, self._load, self._memory, self._shm, self._disk, self._interface, self._remote):
+        for what in (
+            self._cpu,
+            self._load,
+            self._memory,
+            self._shm,
+            self._disk,
+            self._interface,
+            self._remote,
+            self._tcp,
+        ):
             with _skip_missing():
                 row.update(what())
         self._reads += 1
@@ -60,10 +76,11 @@ class Host:
         # cpu user nice system idle iowait irq softirq steal ...: the fields after these are part of user and nice.
         ticks = [int(n) for n in self._text("proc/stat").partition("\n")[0].split()[1:9]]
         before, self._ticks = self._ticks, (sum(ticks), ticks[3] + ticks[4])
+        stolen = {"steal_seconds": ticks[7] / _TICKS_PER_S}
         if before is None or self._ticks[0] <= before[0]:
-            return {}
+            return stolen
         passed, idle = self._ticks[0] - before[0], self._ticks[1] - before[1]
-        return {"cpu_util": min(max(1 - idle / passed, 0.0), 1.0)}  # iowait may decrease by a tick
+        return {"cpu_util": min(max(1 - idle / passed, 0.0), 1.0), **stolen}  # iowait may decrease by a tick
 
     def _load(self) -> dict[str, Any]:
         return {"load": float(self._text("proc/loadavg").split()[0])}
@@ -119,6 +136,25 @@ class Host:
                 self._limit = megabits * 1e6 / 8 if megabits > 0 else None
         return self._limit
 
+    def _tcp(self) -> dict[str, Any]:
+        names, values = (line.split() for line in self._text("proc/net/snmp").splitlines() if line.startswith("Tcp:"))
+        row: dict[str, Any] = {"retransmits_count": int(values[names.index("RetransSegs")])}
+        # The kernel takes about a microsecond for each socket of the host: on one with thousands it is read less often.
+        if self._reads % self._queue_reads:
+            return row
+        lines = self._text("proc/net/tcp").splitlines()[1:]
+        self._queue_reads = 1 + len(lines) // _SOCKETS
+        waiting: dict[str, int] = {}
+        for line in lines:
+            _, _, peer, state, queues, *_ = line.split(None, 5)
+            # Established, and something waits to be sent.
+            if state == "01" and not queues.startswith("00000000:") and not peer.startswith(_LOOPBACK, 6):
+                waiting[peer[:8]] = waiting.get(peer[:8], 0) + int(queues[:8], 16)
+        most = max(waiting, key=lambda peer: waiting[peer], default="")
+        # The kernel prints addresses in the order of this machine's bytes.
+        address = socket.inet_ntoa(int(most, 16).to_bytes(4, sys.byteorder)) if most else ""
+        return {**row, "link_queue_bytes": waiting.get(most, 0), "link_queue_peer": address}
+
     def _remote(self) -> dict[str, Any]:
         if not self._rdma:
             return {}
@@ -164,14 +200,25 @@ def training_interface(node_ip: str, env: Mapping[str, str]) -> str | None:
 
 
 def process(pid: int) -> dict[str, Any]:
-    """`rss_bytes` and `cpu_seconds` of a process and its threads; {} if there is no process with that id."""
+    """Memory and processor time of a process: columns of a rank's row, and `state`, the letter of its state.
+
+    {} if there is no process with that id; values that this kernel does not provide are left out.
+    """
     try:
         pages = int(_text(f"/proc/{pid}/statm").split()[1])
         # The name, in parentheses, may contain any character: the numbers begin after the last ")", with the third field.
         stat = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     except (OSError, IndexError):
         return {}
-    return {"rss_bytes": pages * _PAGE_BYTES, "cpu_seconds": (int(stat[11]) + int(stat[12])) / _TICKS_PER_S}
+    row: dict[str, Any] = {
+        "rss_bytes": pages * _PAGE_BYTES,
+        "cpu_seconds": (int(stat[11]) + int(stat[12])) / _TICKS_PER_S,
+        "major_faults_count": int(stat[9]),
+        "state": stat[0],
+    }
+    with _skip_missing():
+        row["run_delay_seconds"] = int(_text(f"/proc/{pid}/schedstat").split()[1]) / 1e9
+    return row
 
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

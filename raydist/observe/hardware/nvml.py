@@ -172,6 +172,7 @@ class _Gpu:
             "temperature": self._temperature,
             "clocks": self._clocks,
             "throttle reasons": self._throttle,
+            "PCIe lanes": self._lanes,
             "ECC errors": self._ecc,
             "NVLink counters": self._links,
             "GPM counters": self._gpm,
@@ -243,6 +244,9 @@ class _Gpu:
     def _throttle(self) -> dict[str, Any]:
         bits = self._lib.nvmlDeviceGetCurrentClocksEventReasons(self.handle)
         return {"gpu_throttle": ",".join(word for name, word in _THROTTLE.items() if bits & getattr(self._lib, name))}
+
+    def _lanes(self) -> dict[str, Any]:
+        return {"gpu_pcie_width": self._lib.nvmlDeviceGetCurrPcieLinkWidth(self.handle)}
 
     def _ecc(self) -> dict[str, Any]:
         lib = self._lib

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raydist.data.batches import MASKED, MicroBatch
-from raydist.records import Finding, batch_far_beyond_noise
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel._model_graph import each_gradient
 from raydist.worker.parallel._split import LayerSplit
@@ -106,14 +105,11 @@ class GradientNoise(StepHook):
         split: LayerSplit | None = None,
         *,
         every: int,
-        batch: int,
-        total: int,
     ) -> None:
         self._mesh, self._module, self._loss_factor, self._split = mesh, module, loss_factor, split
-        self._every, self._batch, self._total = every, batch, total
+        self._every = every
         self.average = Average()
         self._small: Small | None = None
-        self._reported = False
 
     @property
     def scale(self) -> float | None:
@@ -151,26 +147,15 @@ class GradientNoise(StepHook):
         signal, noise = split(in_small, step.grad_norm**2, share)
         self.average.add(signal, noise * step.samples)
 
-    def verdict(self, step: int) -> Finding | None:
-        """Once in a run: the global batch is far beyond the noise scale. Only in the second half: before, the scale grows fast."""
-        scale = self.scale
-        if self._reported or scale is None or 2 * step < self._total:
-            return None
-        if not batch_far_beyond_noise(self._batch, scale, self.average.measured):
-            return None
-        self._reported = True
-        return _too_large(self._batch, max(scale, 1.0))
-
     def state(self) -> dict[str, Any]:
         """For a checkpoint: plain values."""
         average = self.average
-        return {"measured": average.measured, "signal": average.signal, "noise": average.noise, "told": self._reported}
+        return {"measured": average.measured, "signal": average.signal, "noise": average.noise}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`. An empty one, from a checkpoint without noise scale, starts a new average."""
         if state:
             self.average = Average(int(state["measured"]), float(state["signal"]), float(state["noise"]))
-            self._reported = bool(state["told"])
 
 
 def split(small: float, big: float, share: float) -> tuple[float, float]:
@@ -205,22 +190,3 @@ class Average:
         if self.measured < LEAST or self.signal <= 0.0:
             return None
         return max(self.noise, 0.0) / self.signal
-
-
-def _too_large(batch: int, scale: float) -> Finding:
-    """The finding for a batch far beyond the noise scale.
-
-    The progress of a step is that of an infinite batch divided by 1 + scale/batch, each at its best learning rate (McCandlish et
-    al., 2.2).
-    """
-    times, fits = batch / scale, 1 << max(0, int(scale) - 1).bit_length()
-    progress = (1 + scale / batch) / (1 + scale / fits)
-    return Finding(
-        rule="grad_noise",
-        rank=None,
-        severity="info",
-        what=f"the global batch of {batch} sequences is {times:.1f} times the gradient noise scale, {scale:.3g}",
-        figures={"global_batch": batch, "grad_noise_scale": scale, "times": times, "batch_that_fits": fits},
-        remedy=f"lower train.global_batch: with {fits} a step learns about {progress:.0%} as much from {fits / batch:.1%} of the "
-        "tokens; or keep it, if the workers would be idle otherwise, and try a higher optim.lr (docs/explanation/noise.md)",
-    )

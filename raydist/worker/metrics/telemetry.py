@@ -5,6 +5,7 @@ Runs in: each train worker, in its own thread. Torch, never ray. Nothing waits f
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -56,6 +57,7 @@ class Telemetry(StepHook):
             self._who["gpu_uuid"] = str(torch.cuda.get_device_properties(rank.device).uuid)
         self._comm = CollectiveCounters(rank.device) if interval_s is not None and rank.world_size > 1 else None
         self._reported_problem = False
+        self._collecting_since, self._gc_seconds = 0.0, 0.0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -64,6 +66,7 @@ class Telemetry(StepHook):
             return self
         if self._comm is not None:
             self._comm.install()
+        gc.callbacks.append(self._collecting)
         self._thread = threading.Thread(target=self._write_rows, name="raydist-telemetry", daemon=True)
         self._thread.start()
         return self
@@ -74,6 +77,7 @@ class Telemetry(StepHook):
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
+            gc.callbacks.remove(self._collecting)
         if self._comm is not None:
             self._comm.close()
 
@@ -86,6 +90,7 @@ class Telemetry(StepHook):
         spent = self._heartbeat.seconds()
         made: dict[str, Any] = {"at": time.time(), **self._who, "step": self._heartbeat.number}
         made |= {f"{phase}_seconds": spent[phase] for phase in PHASES}
+        made["gc_seconds"] = self._gc_seconds
         for op, total in (self._comm.totals() if self._comm is not None else {}).items():
             made |= {
                 f"{op}_count": total.count,
@@ -97,6 +102,13 @@ class Telemetry(StepHook):
         if self.memory is not None:
             made |= {name: value for name, value in self.memory().items() if value is not None}
         return made
+
+    def _collecting(self, phase: str, info: dict[str, Any]) -> None:
+        """Python calls it before and after each garbage collection, in the thread that collects, which holds the GIL."""
+        if phase == "start":
+            self._collecting_since = time.perf_counter()
+        else:
+            self._gc_seconds += time.perf_counter() - self._collecting_since
 
     def _report_problem(self) -> None:
         if self._comm is not None and self._comm.problem is not None and not self._reported_problem:

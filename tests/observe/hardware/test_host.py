@@ -144,7 +144,8 @@ def test_units_of_what_the_kernel_says(tmp_path: Path) -> None:
     for name in ("cpu_count", "shm_used_bytes", "disk_free_bytes"):  # values of this machine
         row.pop(name, None)
     assert row == {
-        "cpu_util": pytest.approx(0.75), "load": 3.25, "memory_used_bytes": 600 * 1024, "memory_total_bytes": 1000 * 1024,
+        "cpu_util": pytest.approx(0.75), "steal_seconds": 0.0, "load": 3.25,
+        "memory_used_bytes": 600 * 1024, "memory_total_bytes": 1000 * 1024,
         "disk_read_bytes": 1008 * 512, "disk_write_bytes": 3016 * 512, "nic": "lo", "nic_in_bytes": 1, "nic_in_packets": 2,
         "nic_out_bytes": 9, "nic_out_packets": 10, "nic_errors": 3 + 4 + 11 + 12, "nic_limit_bytes_per_second": 25e9,
         "rdma_in_bytes": 400, "rdma_out_bytes": 600,

@@ -54,13 +54,14 @@ def test_every_column_of_a_hopper() -> None:
     assert second.row == {
         "gpu": 0, "gpu_name": "NVIDIA H200", "gpu_util": 0.97, "gpu_memory_used_bytes": 100 << 30, "gpu_memory_total_bytes": HBM3E,
         "gpu_power_watts": 650.5, "gpu_power_limit_watts": 700.0, "gpu_temperature_celsius": 61.0, "gpu_sm_clock_hz": 1755e6,
-        "gpu_memory_clock_hz": 3201e6, "gpu_throttle": "power_cap,hardware_thermal", "gpu_pcie_in_bytes_per_second": 2 * 2**20,
+        "gpu_memory_clock_hz": 3201e6, "gpu_pcie_width": 16, "gpu_throttle": "power_cap,hardware_thermal",
+        "gpu_pcie_in_bytes_per_second": 2 * 2**20,
         "gpu_pcie_out_bytes_per_second": 2**20, "gpu_nvlink_in_bytes": 3 * 1024, "gpu_nvlink_out_bytes": 5 * 1024,
         "gpu_xid_count": 2, "gpu_xid": 79, "gpu_ecc_errors": 2, "gpu_sm_active": pytest.approx(0.9),
         "gpu_tensor_active": pytest.approx(0.55), "gpu_dram_active": pytest.approx(0.3),
     }  # fmt: skip
     assert {*telemetry_schema.GPU, "gpu"} - set(second.row) == {"gpu_process_bytes", "gpu_other_bytes"}  # the agent's
-    since = {name for name in second.row if "active" in name or "pcie" in name}
+    since = {name for name in second.row if "active" in name or "pcie" in name} - {"gpu_pcie_width"}
     assert set(second.row) - set(first.row) == {*since, "gpu_xid"}
     assert (second.processes, second.uuid) == ({7: 5 << 30, 8: None}, gpu.uuid)
     assert gpus.note() is None
@@ -106,6 +107,7 @@ COLUMNS = {
     "nvmlDeviceGetTemperature": {"gpu_temperature_celsius"},
     "nvmlDeviceGetClockInfo": {"gpu_sm_clock_hz", "gpu_memory_clock_hz"},
     "nvmlDeviceGetCurrentClocksEventReasons": {"gpu_throttle"},
+    "nvmlDeviceGetCurrPcieLinkWidth": {"gpu_pcie_width"},
     "nvmlDeviceGetTotalEccErrors": {"gpu_ecc_errors"},
     "nvmlDeviceGetFieldValues": LINKS,
     "nvmlDeviceGetSupportedEventTypes": {"gpu_xid_count"},

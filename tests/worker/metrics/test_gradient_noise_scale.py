@@ -5,7 +5,6 @@ Over a minute: every strategy and precision on real ranks.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,8 @@ import torch
 from torch import nn
 
 from raydist.data.batches import MASKED, MicroBatch
-from raydist.data.prepare import prepare
-from raydist.records import NOISE_MEASURED_AT_LEAST, Finding
-from raydist.report import text
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
-from raydist.worker.mesh import Mesh
 from raydist.worker.metrics import gradient_noise_scale as noise
 from raydist.worker.metrics.gradient_noise_scale import Average, GradientNoise, split
 from raydist.worker.parallel._model_graph import each_gradient
@@ -41,7 +36,7 @@ from tests.training import (
     samples,
     world_of,
 )
-from tests.worker.checks.test_bad_steps import dataset, of, spec_of, trained, weights
+from tests.worker.checks.test_bad_steps import dataset, spec_of, trained, weights
 
 __all__ = ["dataset"]
 
@@ -66,7 +61,7 @@ class Measured:
     ) -> None:
         self.trainer = made = Trainer(rank, spec, full, model)
         self.noise = GradientNoise(
-            made.mesh, made.strategy.module, made.strategy.loss_factor, every=1, batch=6, total=100, split=made.split
+            made.mesh, made.strategy.module, made.strategy.loss_factor, every=1, split=made.split
         )
         self.noise.average = self.kept = Kept()
         self.step = TrainStep(
@@ -290,50 +285,6 @@ def test_all_noise_has_no_scale_and_no_noise_has_zero() -> None:
         assert average.scale == scale
 
 
-# --- the finding
-
-
-def meter(batch: int = 256, total: int = 1000) -> GradientNoise:
-    return GradientNoise(Mesh(alone()), nn.Linear(1, 1), 1.0, every=1, batch=batch, total=total)
-
-
-def measure(made: GradientNoise, times: int, scale: float) -> None:
-    for _ in range(times):
-        made.average.add(2.0, 2.0 * scale)
-
-
-def test_a_batch_far_beyond_is_told_once() -> None:
-    """Not before there are enough measurements and half of the run is over; then once, also after a restart from its state."""
-    made = meter()
-    measure(made, NOISE_MEASURED_AT_LEAST - 1, 16.0)
-    assert made.verdict(999) is None
-    measure(made, 1, 16.0)
-    assert made.verdict(499) is None
-    told = made.verdict(500)
-    assert told is not None
-    assert (told.rule, told.severity, told.rank) == ("grad_noise", "info", None)
-    assert told.figures == {"global_batch": 256, "grad_noise_scale": 16.0, "times": 16.0, "batch_that_fits": 16}
-    assert "with 16 a step learns about 53% as much from 6.2% of the tokens" in told.remedy
-    assert Finding.from_dict(told.to_dict()) == told
-    line = text.event(told.event(1.0))
-    assert line.startswith(
-        "the global batch of 256 sequences is 16.0 times the gradient noise scale, 16: lower train.global_batch"
-    )
-    assert made.verdict(501) is None
-    after = meter()
-    after.load(json.loads(json.dumps(made.state())))
-    assert after.verdict(501) is None
-    assert after.state() == made.state()
-
-
-@pytest.mark.parametrize(("scale", "told"), [(64.1, False), (63.9, True), (0.0, True), (500.0, False)])
-def test_far_is_more_than_four_times(scale: float, told: bool) -> None:
-    """With a batch of 256."""
-    made = meter()
-    measure(made, NOISE_MEASURED_AT_LEAST, scale)
-    assert (made.verdict(500) is not None) == told
-
-
 # --- whole runs
 
 
@@ -376,19 +327,6 @@ def test_every_other_step_is_measured(dataset: str, tmp_path: Path) -> None:
     assert found[18] is None
     assert found[19] is not None
     assert found[20] == found[19] != found[21]
-
-
-def test_a_run_of_one_sequence_is_told(tmp_path: Path) -> None:
-    """If all sequences are equal there is no noise: the finding comes once, as an event, after NOISE_MEASURED_AT_LEAST steps."""
-    (tmp_path / "a.txt").write_text("abcdefgh" * 200)
-    prepare([str(tmp_path / "a.txt")], str(tmp_path / "tokens"), eval_fraction=0.0)
-    raw = observed(str(tmp_path / "tokens"), 1, steps=24).model_dump()
-    model = raw["model"] | {"dropout": 0.0}
-    steps, events, error = trained(alone(), JobSpec.model_validate(raw | {"model": model}), str(tmp_path / "run"))
-    assert error is None
-    (told,) = of(events, "finding")
-    assert told["rule"] == "grad_noise"
-    assert steps[-1]["grad_noise_scale"] < 0.1
 
 
 def test_bad_steps_count_for_nothing() -> None:

@@ -12,7 +12,6 @@ over the ranks is kept: see `Compression.join`.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydist.records import Finding
 from raydist.worker.comm.compression.reducer import Reducer, disagreement
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
@@ -31,10 +29,6 @@ NAME = "comm"
 """Of the extra state in checkpoints."""
 LEFT, SHARED = "left", "shared"
 """Tensors of the state: of this rank alone, or equal on the ranks that sum a gradient."""
-WINDOW = 50
-"""Steps of which the mean norms are compared."""
-GROWN = 4.0
-"""A mean norm of what is left, relative to the gradient's, above so many times the smallest one is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +53,6 @@ class Compression(StepHook):
         self._reducers, self._precision = reducers, precision
         self._feedback = any(reducer.feedback for reducer in reducers)
         self.last: Report | None = None
-        self.growth = Growth()
         self._elsewhere: set[str] = set()
         every = gather_json([[[*reducer.ranks], reducer.described()] for reducer in reducers], rank.control)
         for peers in {tuple(ranks) for of_rank in every for ranks, _ in of_rank}:
@@ -89,8 +82,6 @@ class Compression(StepHook):
         """What this step left is kept."""
         for reducer in self._reducers:
             reducer.commit()
-        if self.last is not None and self.last.residual_norm is not None:
-            self.growth.add(self.last.residual_norm, step.grad_norm)
 
     def gradients_ready(self, step: Step) -> None:
         """The figures of the step: the host has waited for its gradients anyway."""
@@ -106,10 +97,6 @@ class Compression(StepHook):
             round(nbytes),
             round(sum(each.plain for each in sent) - nbytes),
         )
-
-    def verdict(self, step: int) -> Finding | None:
-        """A warning, once, if what is left grows."""
-        return self.growth.verdict(step)
 
     # --- checkpoints
 
@@ -159,36 +146,3 @@ class Compression(StepHook):
 def _key(kind: str, name: str, part: str) -> str:
     """The name of a tensor of the state: of ranks that have the same part of a parameter the same."""
     return "/".join(filter(None, (kind, name, part)))
-
-
-class Growth:
-    """Whether what is left grows, from its norm over the gradient's in each step."""
-
-    def __init__(self) -> None:
-        self._ratios: deque[float] = deque(maxlen=WINDOW)
-        self._least = math.inf
-        self._reported = False
-
-    def add(self, left: float, gradient: float) -> None:
-        """Of one step."""
-        if gradient > 0:
-            self._ratios.append(left / gradient)
-            if len(self._ratios) == WINDOW:
-                self._least = min(self._least, sum(self._ratios) / WINDOW)
-
-    def verdict(self, step: int) -> Finding | None:
-        """The finding, once: the mean of the last `WINDOW` steps is over `GROWN` times the smallest such mean."""
-        if self._reported or len(self._ratios) < WINDOW:
-            return None
-        mean = sum(self._ratios) / WINDOW
-        if mean <= GROWN * self._least:
-            return None
-        self._reported = True
-        return Finding(
-            rule="compression_error",
-            rank=0,
-            severity="warning",
-            what=f"what compression leaves of the gradient has grown to {mean:.3g} times its norm, from {self._least:.3g}",
-            figures={"step": step, "mean": mean, "least": self._least},
-            remedy="send more of it: comm.compress: int8 or bf16, or a larger ratio or rank",
-        )

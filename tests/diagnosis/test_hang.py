@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from raydist.cluster.run.hang_detection import RankView, judge
+from raydist.diagnosis._hang import RankView, judge
 
 WAITS = RankView(state="S", step=7, phase="backward", seconds=12.0)
 """A rank that waits for its peers."""

@@ -1,0 +1,87 @@
+"""A jump of the loss: where it begins, how large it is, and whether it goes back. For the rules that ask for its cause.
+
+Runs anywhere: plain python and numpy. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from raydist.diagnosis._window import SMOOTH, Array, Window, median
+
+BEFORE, HISTORY, NEWEST = 30, 200, 60
+SIGMAS, RELATIVE, NORM = 10.0, 0.1, 3.0
+"""A jump is SIGMAS times the run's own noise above the median of the BEFORE steps before it, by at least RELATIVE of that median,
+and in a step whose gradient is NORM times as large as theirs."""
+BACK = 0.3
+"""It is back when no more than this share of it is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """`at`: index in the arrays of the window's steps; `before`, `size`: median loss before, and how far above it; `noise`: of the
+    losses; `left`: share of the jump that is left in the newest steps after it, NaN with fewer than three; `steps`: after it.
+    """
+
+    at: int
+    before: float
+    size: float
+    noise: float
+    norm: float
+    left: float
+    steps: int
+
+
+def jump(window: Window) -> Jump | None:
+    """The first jump in the NEWEST steps; None if there is none, or too little history."""
+    cache = window.steps.cache
+    if "jump" not in cache:
+        cache["jump"] = _jump(window.steps["loss"], window.steps["grad_norm"])
+    found: Jump | None = cache["jump"]
+    return found
+
+
+def _jump(losses: Array, norms: Array) -> Jump | None:
+    count = len(losses)
+    first = max(count - NEWEST, 2 * BEFORE)
+    if count <= first:
+        return None
+    start = max(first - HISTORY, BEFORE)
+    middles = _medians_before(losses, start)
+    above = losses[start:] - middles
+    past = above[: first - start]
+    past = past[np.isfinite(past)]
+    if len(past) < BEFORE:
+        return None
+    noise = SMOOTH * float(np.median(np.abs(past - np.median(past))))
+    recent, usual = above[first - start :], _medians_before(norms, first)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        times = norms[first:] / usual
+        far = recent > np.maximum(SIGMAS * noise, RELATIVE * np.abs(middles[first - start :]))
+        hits = np.flatnonzero(far & (times >= NORM) & np.isfinite(losses[first:]))
+    if not len(hits):
+        return None
+    at = first + int(hits[0])
+    middle, size = float(middles[at - start]), float(above[at - start])
+    after = losses[at + 1 : at + 1 + BEFORE]
+    after = after[np.isfinite(after)]
+    left = float(np.median(after[-3:]) - middle) / size if len(after) >= 3 else float("nan")
+    return Jump(at, middle, size, noise, float(times[at - first]), left, len(after))
+
+
+def _medians_before(values: Array, start: int) -> Array:
+    """For each index from `start`: the median of the BEFORE finite ones before it. start >= BEFORE."""
+    known = np.where(np.isfinite(values), values, np.nan)
+    return median(np.lib.stride_tricks.sliding_window_view(known[start - BEFORE : -1], BEFORE))
+
+
+def growth(window: Window) -> float:
+    """How many times as large the gradient's norm has become: its median over the last 5 finite steps, over that of the 30 before
+    the last 20. 1 if not known."""
+    norms = window.steps["grad_norm"]
+    norms = norms[np.isfinite(norms)]
+    if len(norms) < 50:
+        return 1.0
+    return float(np.median(norms[-5:]) / max(np.median(norms[-50:-20]), 1e-30))

@@ -1,0 +1,220 @@
+"""Symptoms of a run, found before any rule asks for causes: which rank the others wait for, and why that costs time.
+
+Runs anywhere: plain python and numpy. Pure. Causes of one symptom are rules with one file each; docs/explanation/doctor.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raydist.diagnosis._window import RECENT, Array, Window, deviation, median
+from raydist.records import Finding, Severity
+
+LEAST_LOST = 0.15
+"""Share of the time that a symptom must cost."""
+CROWDED = 0.5
+"""And so much of the time that the peers themselves are ready to run and have no processor: on a crowded host who is late changes
+by chance. On two cores with five other users, two healthy ranks lacked a processor for 0.35 to 0.57 of the time, and one was behind
+by up to 0.2 for 12 s."""
+RATIO = 1.25
+"""A slow rank needs this many times as long as the median of its peers."""
+SIGMAS = 3.5
+"""And the mean of its excess over RECENT parts must be this many times the run's own noise, the spread of the excess of a single
+part: 7 times the spread of such a mean, if parts are independent."""
+FEW = 12
+"""Differences of parts that are known, at least, for the noise."""
+COMMON = {
+    "lost": (
+        f"{LEAST_LOST:g} of the time",
+        "three times what a change of the host's load costs for 12 s (docs/explanation/doctor.md)",
+    ),
+    "crowded": (
+        f"and {CROWDED:g} of the time that its peers have no processor",
+        "two healthy ranks on a crowded host: up to 0.35",
+    ),
+    "times": (
+        f"{RATIO:g} times the median of its peers",
+        "halfway between report's 1.2 and the slowest fault that is worth a change",
+    ),
+    "noise": (
+        f"{SIGMAS:g} times the run's own spread of one part",
+        "7 standard deviations of a mean of 4; benchmarks/doctor.py",
+    ),
+}
+"""Limits of slow_compute and slow_data -> (value, source)."""
+_SLOW = f"it costs {LEAST_LOST:.0%} of the time, is {RATIO:g} times the median of its peers, steady, and above the run's own noise"
+OF_RANKS = ("slow_compute", "slow_data")
+SYMPTOMS = {
+    "slow_compute": ("a rank computes longer than the ranks with equal work, which wait for it", _SLOW),
+    "slow_data": ("a rank waits for data longer than the others, which wait for it", _SLOW),
+    "loss": (
+        "the loss jumps, rises, or is not finite",
+        "a step is far above the median of the steps before, or 20 steps stay above the lowest median, or a check says so",
+    ),
+}
+"""Symptoms with several causes: question, and when the answer is yes."""
+STEADY = 0.5
+"""In each of the parts but one, the excess must be at least this share of the least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A cause of a symptom. `explains`: the share of the lost time that it explains, 0 to 1; `against`: what speaks against it."""
+
+    finding: Finding
+    explains: float
+    against: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """A rank that its peers wait for. `lost`: share of the time; `times`: how many times as long as the median of its peers it
+    takes; `noise`: the spread in this run. `row`: its row in the series; `peers`: theirs.
+    """
+
+    symptom: str
+    rank: int
+    row: int
+    peers: tuple[int, ...]
+    lost: float
+    times: float
+    noise: float
+
+    def of_peers(self, values: Array) -> float:
+        """The median of the peers of a series [R]; NaN if none is known."""
+        known = values[list(self.peers)]
+        known = known[~np.isnan(known)]
+        return float(np.median(known)) if len(known) else float("nan")
+
+    def excess(self, values: Array) -> float:
+        """The rank's value less the median of its peers, 0 if not known; values [R]."""
+        own, others = float(values[self.row]), self.of_peers(values)
+        return 0.0 if np.isnan(own) else own - (0.0 if np.isnan(others) else others)
+
+    def because(
+        self,
+        window: Window,
+        rule: str,
+        *,
+        cause: str,
+        explains: float,
+        evidence: Sequence[dict[str, Any]],
+        remedy: str,
+        against: str,
+        severity: Severity = "warning",
+        culprit: dict[str, Any] | None = None,
+    ) -> Candidate:
+        """The candidate that names this cause."""
+        who = window.culprit(self.rank) | (culprit or {})
+        does = "waits for data" if self.symptom == "slow_data" else "computes"
+        figures = {"lost": self.lost, "times": self.times, "explains": explains}
+        finding = Finding(
+            rule=rule,
+            rank=self.rank,
+            severity=severity,
+            what=f"rank {self.rank} on {who['host']} {does} {self.times:.1f} times as long as the others, "
+            f"which costs {self.lost:.0%} of the time: {cause}",
+            figures=figures,
+            remedy=remedy,
+            symptom=self.symptom,
+            cause=cause,
+            culprit=who,
+            evidence=[
+                figure(f"share of time that others wait for rank {self.rank}", self.lost, _FROM[self.symptom]),
+                *evidence,
+            ],
+            lost=self.lost,
+        )
+        return Candidate(finding, min(max(explains, 0.0), 1.0), against)
+
+
+_FROM = {
+    "slow_compute": "telemetry: forward, backward and update less exposed communication, against the median of the peers",
+    "slow_data": "telemetry: data_seconds, against the median of the peers",
+}
+
+
+def figure(name: str, value: float, source: str) -> dict[str, Any]:
+    """One piece of evidence."""
+    return {"figure": name, "value": None if np.isnan(value) else float(f"{value:.4g}"), "from": source}
+
+
+def slow_ranks(window: Window, symptom: str) -> list[Slow]:
+    """Symptom slow_compute or slow_data: for each group of ranks that do equal work, those that the others wait for."""
+    found = window.cache.get(symptom)
+    if found is None:
+        found = window.cache[symptom] = list(_slow_ranks(window, symptom))
+    return list(found)
+
+
+def _slow_ranks(window: Window, symptom: str) -> Iterator[Slow]:
+    share = window.share("compute" if symptom == "slow_compute" else "data")
+    ranks = window.keys("rank")
+    if share.shape[1] < RECENT or window.long_steps:
+        return
+    delays = window.series("rank", "run_delay_seconds") - np.nan_to_num(window.series("rank", "throttled_seconds"))
+    delays = np.clip(np.nan_to_num(delays), 0.0, None)
+    stages: dict[int, list[int]] = {}
+    for row, rank in enumerate(ranks):
+        stages.setdefault(window.stage(rank, len(ranks)), []).append(row)
+    for rows in stages.values():
+        if len(rows) < 2:
+            continue
+        delay = delays[rows][:, -RECENT:].mean(axis=1)
+        for i, found in _excess(share[rows], CROWDED * delay).items():
+            yield Slow(symptom, ranks[rows[i]], rows[i], tuple(r for r in rows if r != rows[i]), *found)
+
+
+def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]:
+    """[R, N] shares of time -> those ranks that take clearly longer than their peers: lost, times, noise. `crowded`: [R], by what
+    the limit of a rank rises if its peers have it."""
+    middle = _lower_median(own)
+    last = (own - middle)[:, -RECENT:]
+    noise, others = _noise(own), float(np.mean(middle[-RECENT:]))
+    found = {}
+    for i in range(len(own)):
+        if np.isnan(last[i]).any():
+            continue
+        enough = max(LEAST_LOST + float(np.median(np.delete(crowded, i))), SIGMAS * noise)
+        lost = float(last[i].mean())
+        times = float(own[i, -RECENT:].mean()) / max(others, 0.05)
+        if lost >= enough and times >= RATIO and (last[i] >= STEADY * enough).sum() >= RECENT - 1:
+            found[i] = lost, times, noise
+    return found
+
+
+def _noise(own: Array) -> float:
+    """[R, N] shares -> the spread of a rank's excess over its peers from one part to the next; inf if fewer than FEW are known.
+    From differences of neighbours, so that a fault that lasts does not count as noise."""
+    usual = own[:1] if len(own) == 2 else median(own.T)[None]
+    apart = (own[1:] if len(own) == 2 else own) - usual
+    steps = np.diff(apart, axis=1)
+    known = (~np.isnan(steps)).sum(axis=1)
+    return float(np.median(deviation(steps))) / np.sqrt(2) if known.min(initial=FEW) >= FEW else float("inf")
+
+
+def _lower_median(values: Array) -> Array:
+    """[R, N] -> [N]: of an even number the lower one, so that of two ranks the slower one stands out."""
+    known = np.sort(np.where(np.isnan(values), np.inf, values), axis=0)
+    count = (~np.isnan(values)).sum(axis=0)
+    middle = known[np.maximum((count - 1) // 2, 0), np.arange(values.shape[1])]
+    return np.where(count > 1, middle, np.nan)
+
+
+def all_wait(window: Window, name: str) -> float:
+    """The lowest share of time, over the ranks, of exposed or data in the newest parts: what no rank's slowness explains."""
+    share = window.share(name)
+    if share.shape[1] < RECENT or not len(share) or np.isnan(share[:, -RECENT:]).any():
+        return 0.0
+    return float(share[:, -RECENT:].mean(axis=1).min())
+
+
+def history(values: Array) -> float:
+    """The median over subjects of what they had in the parts before the newest; NaN if unknown."""
+    known = median(values[:, :-RECENT], RECENT)
+    known = known[~np.isnan(known)]
+    return float(np.median(known)) if len(known) else float("nan")

@@ -1,0 +1,342 @@
+"""What the rules see of a run: series of its ranks, nodes and GPUs, its newest steps and events, and its job.
+
+Runs anywhere: plain python and numpy. The same in the run's monitor and in `raydist doctor`, which replays a run's folder.
+
+    telemetry rows -> bins of 3 s, the last 3 minutes -> parts of 3 s, or of more than one step where steps are longer
+                                                         | earlier parts: the run's own history | the newest RECENT |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raydist.diagnosis._history import Lows
+from raydist.records import Event
+from raydist.run.log import FIELDS
+from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES
+
+BIN_S = 3.0
+BINS = 60
+RECENT = 4
+"""Parts that a rule judges; the parts before are the run's own history."""
+PER_PART = 1.25
+"""Steps in a part, at least: a part without a whole step would show in which phase a reading was taken."""
+STEPS = 4096
+"""Newest steps that are kept."""
+SMOOTH = 1.4826
+"""A normal distribution's standard deviation over its median absolute deviation."""
+
+Array = NDArray[np.float64]
+Row = Mapping[str, Any]
+Key = Any
+"""A rank; a node's address; (node, GPU)."""
+
+
+def _totals(columns: Sequence[str]) -> frozenset[str]:
+    return frozenset(name for name in columns if " total " in f" {COLUMNS[name][1]}")
+
+
+class Store:
+    """The newest BINS bins of all rows of one kind. A row costs a few microseconds; a bin keeps its latest row.
+
+    Text columns count as 1 where they are not empty; `texts` has the newest text.
+    """
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self.totals = _totals([name for name in columns if name != "at"])
+        self._texts = tuple(name for name in columns if str(COLUMNS[name][0]) == "string")
+        self._numbers = tuple(name for name in columns if name not in self._texts)
+        self.order = [*self._numbers, *self._texts]
+        self.columns = {name: i for i, name in enumerate(self.order)}
+        self.keys: dict[Key, int] = {}
+        self.values = np.full((4, BINS, len(self.order)), np.nan)
+        self.bins = np.full((4, BINS), -1)
+        self.texts: dict[Key, dict[str, str]] = {}
+        self.who: dict[Key, Row] = {}
+
+    def add(self, key: Key, row: Row) -> int:
+        """Returns the row's bin."""
+        place = self.keys.get(key)
+        if place is None:
+            place = self.keys[key] = len(self.keys)
+            self.texts[key] = {}
+            if place == len(self.values):
+                self.values = np.concatenate([self.values, np.full_like(self.values, np.nan)])
+                self.bins = np.concatenate([self.bins, np.full_like(self.bins, -1)])
+        number = int(row["at"] // BIN_S)
+        slot = number % BINS
+        get = row.get
+        made = [np.nan if (value := get(name)) is None else value for name in self._numbers]
+        texts = self.texts[key]
+        for name in self._texts:
+            value = get(name)
+            made.append(np.nan if value is None else 1.0 if value else 0.0)
+            if value:
+                texts[name] = value
+        self.values[place, slot] = made
+        self.bins[place, slot] = number
+        self.who[key] = row
+        return number
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.__init__([name for name in self.order])  # type: ignore[misc]
+
+    def places(self, ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """[S, len(ends)] the slot of the newest row up to each bin of `ends`, and whether there was one within BINS of the last."""
+        count = len(self.keys)
+        first = int(ends[-1]) - BINS + 1
+        numbers = np.arange(first, int(ends[-1]) + 1)
+        there = self.bins[:count, numbers % BINS] == numbers
+        newest = np.maximum.accumulate(np.where(there, np.arange(BINS), -1), axis=1)[
+            :, np.clip(ends - first, 0, BINS - 1)
+        ]
+        return (np.maximum(newest, 0) + first) % BINS, newest >= 0
+
+    def cut(self, name: str, places: tuple[NDArray[np.int64], NDArray[np.bool_]]) -> Array:
+        """[S, N] a column at these places, NaN where there is no row."""
+        slots, known = places
+        found = self.values[np.arange(len(slots))[:, None], slots, self.columns[name]]
+        return np.asarray(np.where(known, found, np.nan))
+
+
+class Steps:
+    """The newest STEPS rows of the steps' table, one per step, as arrays by column; those that a restart voided are left out.
+
+    `cache`: what rules derive from them; emptied by each new step.
+    """
+
+    def __init__(self) -> None:
+        self._columns = {name: i for i, (name, (kind, _)) in enumerate(FIELDS.items()) if str(kind) != "string"}
+        self._values = np.full((2 * STEPS, len(FIELDS)), np.nan)
+        self._rows: list[Row] = []
+        self.cache: dict[str, Any] = {}
+
+    def add(self, row: Row) -> None:
+        """In the order of writing."""
+        while self._rows and self._rows[-1]["step"] >= row["step"]:
+            self._rows.pop()
+        if len(self._rows) == 2 * STEPS:
+            del self._rows[:STEPS]
+            self._values[:STEPS] = self._values[STEPS:]
+        values = self._values[len(self._rows)]
+        for name, i in self._columns.items():
+            value = row.get(name)
+            values[i] = np.nan if value is None else value
+        self._rows.append(row)
+        self.cache.clear()
+
+    def __len__(self) -> int:
+        return min(len(self._rows), STEPS)
+
+    def __getitem__(self, column: str) -> Array:
+        """[N], oldest first; NaN where unknown."""
+        count = len(self._rows)
+        return self._values[max(count - STEPS, 0) : count, self._columns[column]]
+
+    def row(self, index: int) -> Row:
+        """One row; -1: the newest."""
+        return self._rows[index if index < 0 else max(len(self._rows) - STEPS, 0) + index]
+
+
+class Window:
+    """See the module. `spec`: the job as plain data, {} if it is not known. `lows`: the long history of memory, at the scales that
+    have enough new bins (raydist.diagnosis._history). `events`: of the run so far, without findings; `fresh`: those since the last
+    window.
+    """
+
+    def __init__(
+        self,
+        end: int = 0,
+        *,
+        stores: Mapping[str, Store] | None = None,
+        steps: Steps | None = None,
+        events: Sequence[Event] = (),
+        fresh: Sequence[Event] = (),
+        lows: Sequence[Lows] = (),
+        spec: Mapping[str, Any] | None = None,
+        warm_at: float = 0.0,
+    ) -> None:
+        self._end, self._warm_at = end, warm_at
+        self._stores = stores or {}
+        self.steps, self.events, self.fresh, self.lows = steps or Steps(), events, fresh, lows
+        self.spec = spec or {}
+        self._cuts: dict[tuple[str, str], Array] = {}
+        self._places: dict[str, Any] = {}
+        self._series: dict[tuple[str, str], Array] = {}
+        self._shares: dict[str, Array] = {}
+        self.cache: dict[str, Any] = {}
+
+    # --- whom it has
+
+    def keys(self, kind: str) -> list[Key]:
+        """The ranks, nodes or GPUs, in the order of the series' rows."""
+        store = self._stores.get(kind)
+        return list(store.keys) if store else []
+
+    def who(self, kind: str, key: Key) -> Row:
+        """The newest row of a rank, node or GPU."""
+        return self._stores[kind].who[key]
+
+    def text(self, kind: str, key: Key, column: str) -> str:
+        """The newest text of a column, "" if there was none."""
+        return self._stores[kind].texts[key].get(column, "")
+
+    def culprit(self, rank: int) -> dict[str, Any]:
+        """Rank, host, node and, if it has one, GPU."""
+        row = self.who("rank", rank)
+        return {"rank": rank, **{name: row[name] for name in ("host", "node", "gpu") if row.get(name) is not None}}
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A field of the job by its dotted name."""
+        found: Any = self.spec
+        for part in name.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return default
+            found = found[part]
+        return found
+
+    @cached_property
+    def _by_kind(self) -> dict[str, list[Event]]:
+        found: dict[str, list[Event]] = {}
+        for event in self.events:
+            found.setdefault(event.kind, []).append(event)
+        return found
+
+    def of(self, *kinds: str) -> list[Event]:
+        """The events of these kinds, those of each kind in order."""
+        return [event for kind in kinds for event in self._by_kind.get(kind, [])]
+
+    # --- series
+
+    @cached_property
+    def now(self) -> float:
+        """Unix time of its end."""
+        return (self._end + 1) * BIN_S
+
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds of a step, the median of the newest 20; 0 if unknown."""
+        seconds = self.steps["seconds"][-20:]
+        return float(np.median(seconds)) if len(seconds) else 0.0
+
+    @cached_property
+    def part_s(self) -> float:
+        """Seconds of a part."""
+        return BIN_S * self._bins_per_part
+
+    @cached_property
+    def _bins_per_part(self) -> int:
+        most = BINS // (2 * RECENT)
+        return int(np.clip(np.ceil(PER_PART * self.step_s / BIN_S), 1, most))
+
+    @cached_property
+    def long_steps(self) -> bool:
+        """Whether steps are too long for parts of a whole step: then shares of time say little."""
+        return PER_PART * self.step_s > self.part_s
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        count = (BINS - 1) // self._bins_per_part
+        return self._end - self._bins_per_part * np.arange(count, -1, -1)
+
+    def _cut(self, kind: str, column: str) -> Array:
+        found = self._cuts.get((kind, column))
+        if found is None:
+            store = self._stores[kind]
+            if column not in store.columns:
+                found = np.full((len(store.keys), len(self._ends)), np.nan)
+            else:
+                if kind not in self._places:
+                    self._places[kind] = store.places(self._ends)
+                found = store.cut(column, self._places[kind])
+            self._cuts[kind, column] = found
+        return found
+
+    def series(self, kind: str, column: str) -> Array:
+        """[S, N] by part, oldest first: a total's increase per second, else the latest value; NaN: no reading, or too early.
+
+        The newest RECENT parts are those that a rule judges.
+        """
+        found = self._series.get((kind, column))
+        if found is None:
+            found = self._series[kind, column] = self._of(kind, column)
+        return found
+
+    def _of(self, kind: str, column: str) -> Array:
+        if kind not in self._stores:
+            return np.empty((0, RECENT))
+        at = self._cut(kind, "at")
+        passed = np.diff(at)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            early = at[:, :-1] < self._warm_at
+            if column in self._stores[kind].totals:
+                found = np.diff(self._cut(kind, column)) / passed
+                found[found < 0] = np.nan  # its counter has restarted
+            else:
+                found = self._cut(kind, column)[:, 1:].copy()
+            found[~(passed > 0) | early] = np.nan
+        return found
+
+    def recent(self, kind: str, column: str) -> Array:
+        """[S] the mean of the newest RECENT parts; NaN where a part is missing."""
+        return np.asarray(self.series(kind, column)[:, -RECENT:].mean(axis=1))
+
+    def before(self, kind: str, column: str) -> Array:
+        """[S] the median of the parts before; NaN if there are fewer than RECENT."""
+        return median(self.series(kind, column)[:, :-RECENT], RECENT)
+
+    @cached_property
+    def _exposed(self) -> Array:
+        found = self._sum(f"{op}_exposed_seconds" for op in OPS)
+        return np.minimum(found, self._sum(f"{phase}_seconds" for phase in ("forward", "backward", "update")))
+
+    def _sum(self, columns: Iterable[str]) -> Array:
+        return np.asarray(np.nansum([self.series("rank", column) for column in columns], axis=0))
+
+    def share(self, name: str) -> Array:
+        """[R, N] share of a rank's time by part: compute (without exposed communication), exposed, data, eval, save. NaN while the
+        rank does not train.
+        """
+        shown = self._shares.get(name)
+        if shown is None:
+            shown = self._shares[name] = self._share(name)
+        return shown
+
+    def _share(self, name: str) -> Array:
+        known = ~np.isnan(self.series("rank", "forward_seconds"))
+        if name == "exposed":
+            found = self._exposed
+        elif name == "compute":
+            found = self._sum(f"{phase}_seconds" for phase in ("forward", "backward", "update")) - self._exposed
+        else:
+            found = self._sum([f"{name}_seconds"])
+        trains = self._sum(f"{phase}_seconds" for phase in PHASES) > 0.5
+        return np.where(known & trains, found, np.nan)
+
+    def stage(self, rank: int, ranks: int) -> int:
+        """The rank's stage in a pipeline: only ranks of one stage do equal work."""
+        stages = int(self.setting("parallel.pipeline", 1) or 1)
+        return rank * stages // max(ranks, 1)
+
+
+def median(values: Array, least: int = 1) -> Array:
+    """[S, N] -> [S]: the median of each row without NaN; NaN where fewer than `least` are known."""
+    if not values.size:
+        return np.full(len(values), np.nan)
+    ordered = np.sort(values, axis=1)  # NaN last
+    count = (~np.isnan(values)).sum(axis=1)
+    rows = np.arange(len(values))
+    low = ordered[rows, np.maximum(count - 1, 0) // 2]
+    high = ordered[rows, np.minimum(count // 2, values.shape[1] - 1)]
+    return np.where(count >= max(least, 1), (low + high) / 2, np.nan)
+
+
+def deviation(values: Array) -> Array:
+    """[S, N] -> [S]: the robust standard deviation of each row, SMOOTH times the median absolute deviation; 0 if unknown."""
+    return np.nan_to_num(SMOOTH * median(np.abs(values - median(values)[:, None])))

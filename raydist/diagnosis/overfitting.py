@@ -1,0 +1,62 @@
+"""The held-out loss rises while the training loss falls: the model learns the training data by heart.
+
+Runs anywhere: plain python and numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from raydist.diagnosis._symptoms import figure
+from raydist.diagnosis._window import Window
+from raydist.records import Finding
+
+CAUSE = "the model overfits"
+LOOKS = "the newest evaluations against the best one, and the training loss between them"
+THRESHOLDS = {
+    "evaluations": ("3 in a row above the best, each above the one before", "by chance one time in 24"),
+    "rise": ("1% above the best", "less is noise of most held-out sets"),
+}
+ROW, RISE = 3, 0.01
+
+
+def check(window: Window) -> Iterator[Finding]:
+    """While the newest evaluations rise."""
+    evals = {
+        event.data["step"]: float(event.data["loss"])
+        for event in window.of("eval")
+        if event.data.get("loss") is not None
+    }
+    steps = sorted(evals)
+    losses = [evals[step] for step in steps]
+    if len(losses) <= ROW:
+        return
+    last = losses[-ROW - 1 :]
+    best = int(np.argmin(losses))
+    if best > len(losses) - 1 - ROW or last[-1] < losses[best] * (1 + RISE) or not (np.diff(last) > 0).all():
+        return
+    numbers, trained = window.steps["step"], window.steps["loss"]
+    around = trained[(numbers > steps[best] - 20) & (numbers <= steps[best])]
+    if not len(around) or not len(trained) or np.nanmedian(trained[-20:]) >= np.nanmedian(around):
+        return
+    yield Finding(
+        rule="overfitting",
+        rank=None,
+        severity="warning",
+        what=f"the held-out loss has risen from {losses[best]:.4g} at step {steps[best]} to {last[-1]:.4g}, "
+        "while the training loss fell",
+        figures={"best_step": steps[best], "best": losses[best], "now": last[-1]},
+        remedy=f"stop here: the best checkpoint is that of step {steps[best]}; else use more data, fewer epochs, "
+        "optim.weight_decay or dropout",
+        cause="the training data is repeated",
+        culprit={"setting": "train.steps"},
+        evidence=[
+            figure("held-out loss now over the best", last[-1] / losses[best], "events: eval"),
+            figure("training loss then", float(np.nanmedian(around)), "steps: loss"),
+            figure("training loss now", float(np.nanmedian(trained[-20:])), "steps: loss"),
+        ],
+        others=[{"cause": "the learning rate is too high", "against": "the training loss falls"}],
+        confidence=0.8,
+    )

@@ -1,0 +1,95 @@
+"""An attempt stopped: a hang, a loader that never returned, a rank that ran out of memory. The verdicts of the run's own watchers.
+
+Runs anywhere: plain python. A hang's verdict is that of raydist.diagnosis._hang, from the stacks and collectives of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from raydist.diagnosis._window import Window
+from raydist.records import Event, Finding
+
+ONCE = True
+CAUSE = "an attempt stopped: a hang, or no memory"
+LOOKS = "events failure and data_stalled, with the verdict on all ranks' stacks and collectives"
+THRESHOLDS = {
+    "hang": ("10 s, or 5 times the 99th percentile of a step", "raydist/ipc/heartbeat.py; recovery.step_timeout"),
+}
+_REMEDIES = {
+    "worker_hung": "RUN/logs/attempt-* has the stacks and the collectives of every rank: compare those of this rank with another's",
+    "out_of_memory": "lower train.micro_batch, or use parallel.strategy: zero2 or zero3, or offload.optimizer: cpu; `raydist plan` "
+    "says which fits",
+    "communication": "check the network between these hosts: `raydist bench comm`",
+}
+_HELD = (
+    ("its process is stopped", "a signal or a debugger stopped the process"),
+    ("state D", "a storage call does not return"),
+    ("its collective", "ranks call different collectives: a branch that not all of them take"),
+    ("it has started", "ranks call different numbers of collectives: a branch that not all of them take"),
+    ("holds the GIL", "native code holds Python's GIL"),
+    ("it is behind", "its own code does not go on"),
+)
+
+
+def check(window: Window) -> Iterator[Finding]:
+    """Each once."""
+    for event in window.fresh:
+        if event.kind == "failure" and event.data.get("fault") in _REMEDIES:
+            yield _failure(window, event)
+        elif event.kind == "data_stalled":
+            yield _stalled(event.data)
+
+
+def _failure(window: Window, event: Event) -> Finding:
+    data: dict[str, Any] = event.data
+    fault, rank = str(data["fault"]), data.get("rank")
+    causes = {
+        "out_of_memory": "its tensors need more memory than there is",
+        "communication": "its peers do not reach it",
+    }
+    cause = causes.get(fault) or next(
+        (words for part, words in _HELD if part in data["cause"]), "its code does not go on"
+    )
+    culprit = (
+        window.culprit(rank)
+        if rank is not None and rank in window.keys("rank")
+        else {"rank": rank}
+        if rank is not None
+        else {}
+    )
+    return Finding(
+        rule="stopped",
+        rank=rank,
+        severity="critical",
+        what=f"attempt {data['attempt']} stopped: {data['cause']}",
+        figures={"kind": f"{fault} {data['attempt']}"},
+        remedy=_REMEDIES[fault],
+        cause=cause,
+        culprit=culprit,
+        evidence=[{"figure": "verdict", "value": data["cause"], "from": "event: failure"}],
+        confidence=0.8,
+    )
+
+
+def _stalled(data: dict[str, Any]) -> Finding:
+    files = list(data.get("files") or [])
+    return Finding(
+        rule="stopped",
+        rank=data["rank"],
+        severity="warning",
+        what=f"rank {data['rank']} has had no batch for {data['seconds']:.0f} s, in step {data['step']}",
+        figures={"kind": f"data {data['step']}", "seconds": data["seconds"]},
+        remedy="check the storage of these files, move the data closer, or raise data.prefetch",
+        cause="a call of the storage or of the loader does not return",
+        culprit={"rank": data["rank"], **({"file": files[0]} if files else {})},
+        evidence=[
+            {
+                "figure": "innermost line of the loader",
+                "value": data["where"].partition("\n")[0],
+                "from": "event: data_stalled",
+            }
+        ],
+        confidence=0.9,
+    )

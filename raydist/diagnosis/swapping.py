@@ -1,0 +1,40 @@
+"""A rank computes longer because its memory is read back from a disk: swap, or a mapped file that memory has no room for.
+
+Runs anywhere: plain python and numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from raydist.diagnosis._symptoms import Candidate, figure, slow_ranks
+from raydist.diagnosis._window import Window
+
+SYMPTOM = "slow_compute"
+CAUSE = "its memory is read back from a disk"
+LOOKS = "major page faults of the rank, at 1 ms each, less its peers'"
+COLUMNS = ("major_faults_count",)
+THRESHOLDS = {
+    "seconds of a fault": (
+        "1 ms",
+        "a random read of 4 KiB from a cloud's network disk; an SSD takes 0.1 ms, a disk 10 ms",
+    ),
+}
+FAULT_S = 1e-3
+
+
+def check(window: Window) -> Iterator[Candidate]:
+    """The share of the lost time that its page faults take."""
+    faults = window.recent("rank", "major_faults_count")
+    for slow in slow_ranks(window, SYMPTOM):
+        more = max(slow.excess(faults), 0.0)
+        yield slow.because(
+            window,
+            "swapping",
+            cause=f"it waits for a disk: {more:.0f} pages a second are read back into its memory",
+            explains=more * FAULT_S / slow.lost,
+            evidence=[figure("major page faults a second", float(faults[slow.row]), "node monitor: /proc/PID/stat")],
+            remedy="free memory on that host (swapoff -a shows what lacks), lower data.prefetch, or use "
+            "parallel.strategy: zero2 or zero3",
+            against=f"it has {more:.1f} major page faults a second more than its peers",
+        )

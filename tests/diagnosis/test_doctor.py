@@ -1,0 +1,298 @@
+"""The engine: causes of one symptom compete, a finding is told when it changes and when it is over; from a run's folder alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raydist.diagnosis import Diagnosis, Facts, Former, check_job, examine, rules, thresholds, words_of_tree
+from raydist.diagnosis._symptoms import SYMPTOMS
+from raydist.observe.run_monitor import RunMonitor
+from raydist.records import Event, Finding
+from raydist.run.directory import SPEC, RunDir
+from raydist.run.log import read_events
+from raydist.spec import JobSpec
+
+T = 1_700_000_000.0
+STEP_S = 0.5
+
+
+def rows(
+    seconds: int,
+    slow: Callable[[int, int], dict[str, float]] = lambda rank, second: {},
+    ranks: int = 4,
+    attempt: int = 1,
+    begin: int = 0,
+) -> Iterator[list[dict[str, Any]]]:
+    """Each second the rows of `ranks` ranks and their node. `slow(rank, second)`: additional `compute` in that second, which the
+    others wait for, and what the counters grow by."""
+    rng = np.random.default_rng(5)
+    totals: list[dict[str, float]] = [{} for _ in range(ranks)]
+    for second in range(begin, begin + seconds):
+        grown = [slow(rank, second) for rank in range(ranks)]
+        most = max(one.get("compute", 0.0) for one in grown)
+        for total, one in zip(totals, grown, strict=True):
+            own = (0.9 - most) * (1 + 0.01 * float(rng.standard_normal())) + one.get("compute", 0.0)
+            adds = {"forward_seconds": own / 3, "backward_seconds": 1.0 - own / 3, "all_reduce_exposed_seconds": 1.0 - own,
+                    "cpu_seconds": 1.05 * (own - one.get("compute", 0.0)), "run_delay_seconds": 0.01, "gc_seconds": 0.001,
+                    "throttled_seconds": 0.0, "major_faults_count": 0.0, "stopped_count": 0.0}  # fmt: skip
+            for name, value in adds.items():
+                total[name] = total.get(name, 0.0) + value + one.get(name, 0.0)
+        at = T + second
+        who = {"host": "h", "node": "10.0.0.1", "at": at}
+        node = {**who, "kind": "node", "cpu_count": 8, "cpu_util": 0.5, "steal_seconds": 0.0}
+        made = [
+            {**who, "kind": "rank", "rank": r, "attempt": attempt, "step": int(second / STEP_S) + 2, **t}
+            for r, t in enumerate(totals)
+        ]
+        yield [node, *made]
+
+
+def told(diagnosis: Diagnosis, *parts: Iterator[list[dict[str, Any]]]) -> list[tuple[float, Finding]]:
+    """(seconds since T, finding) of all that is told, asked each two seconds."""
+    found, waiting = [], []
+    for part in parts:
+        for own in part:
+            waiting += own
+            if int(own[0]["at"]) % 2 == 0:
+                found += [(own[0]["at"] - T, one) for one in diagnosis.observe(waiting)]
+                waiting = []
+    return found
+
+
+def hog(
+    begin: int, end: int, counter: str = "run_delay_seconds", lost: float = 0.4
+) -> Callable[[int, int], dict[str, float]]:
+    """Rank 2 computes longer from `begin` to `end`, and this counter says why."""
+    return lambda rank, second: {"compute": lost, counter: lost} if rank == 2 and begin <= second < end else {}
+
+
+@pytest.mark.parametrize(
+    ("counter", "rule"),
+    [
+        ("run_delay_seconds", "cpu_stolen"),
+        ("throttled_seconds", "cpu_throttled"),
+        ("gc_seconds", "gc_pauses"),
+        ("cpu_seconds", "own_code"),
+        ("step", "own_code"),
+    ],
+)
+def test_one_symptom_one_finding(counter: str, rule: str) -> None:
+    """Found within 15 s, once; named with rank, host, evidence and remedy; the other causes with what speaks against them; told
+    once more when it is over."""
+    found = told(Diagnosis(), rows(120, hog(50, 90, counter)))
+    assert [(one.rule, one.rank, one.state) for _, one in found] == [(rule, 2, "new"), (rule, 2, "over")]
+    (first, finding), (last, _) = found
+    assert 50 < first <= 65
+    assert 90 < last <= 120
+    assert finding.culprit == {"rank": 2, "host": "h", "node": "10.0.0.1"}
+    assert 0.15 <= (finding.lost or 0.0) < 0.45  # of the newest 12 s, which the fault may fill only in part
+    assert finding.evidence
+    assert finding.remedy
+    assert all(one["from"] for one in finding.evidence)
+    causes = [r for r in rules() if r.symptom == "slow_compute" and not r.name.startswith(("gpu", "pcie"))]
+    assert len(finding.others) == len(causes) - 1
+    assert all(other["against"] for other in finding.others)
+    assert Finding.from_dict(json.loads(json.dumps(finding.to_dict()))) == finding
+
+
+def test_another_cause_is_told_as_a_change() -> None:
+    """A rank that is still slow, first because of its host, then because of its quota: the second finding says it has changed."""
+
+    def both(rank: int, second: int) -> dict[str, float]:
+        return hog(50, 100)(rank, second) or hog(100, 200, "throttled_seconds")(rank, second)
+
+    found = told(Diagnosis(), rows(160, both))
+    assert [(one.rule, one.state) for _, one in found] == [("cpu_stolen", "new"), ("cpu_throttled", "changed")]
+
+
+def test_a_crowded_host_is_no_fault() -> None:
+    """All ranks lack a processor for half of the time, and one happens to be late by a fifth of it: nothing is told."""
+
+    def crowded(rank: int, second: int) -> dict[str, float]:
+        late = 0.2 if rank == second // 15 % 4 else 0.0
+        return {"run_delay_seconds": 0.5 + late, "compute": late}
+
+    assert told(Diagnosis(), rows(120, crowded)) == []
+
+
+def test_a_new_attempt_begins_anew() -> None:
+    """What was found is over when the next attempt starts, and its first seconds are not judged."""
+    found = told(Diagnosis(), rows(70, hog(40, 70)), rows(12, hog(70, 82), attempt=2, begin=70))
+    assert [one.state for _, one in found] == ["new", "over"]
+
+
+def test_a_rule_that_fails_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, and not called again; the others go on."""
+    diagnosis = Diagnosis()
+    broken = next(i for i, rule in enumerate(diagnosis.rules) if rule.name == "data_bound")
+    object.__setattr__(diagnosis.rules[broken], "check", lambda window: 1 / 0)
+    assert [one.rule for _, one in told(diagnosis, rows(90, hog(50, 90)))] == ["cpu_stolen"]
+    assert diagnosis.problems == {"data_bound": "ZeroDivisionError: division by zero"}
+
+
+def steps(losses: Any, norms: Any, first: int = 1) -> list[dict[str, Any]]:
+    return [
+        {"step": first + i, "loss": float(a), "grad_norm": float(b), "lr": 1e-3, "tokens": 100, "seconds": 0.5, "data_seconds": 0.0,
+         "world_size": 2, "attempt": 1, "samples_hash": f"{i:016x}", "residual_norm": None, "grad_noise_scale": 16.0}
+        for i, (a, b) in enumerate(zip(losses, norms, strict=True))
+    ]  # fmt: skip
+
+
+def judged(made: list[dict[str, Any]], events: list[Event] = [], spec: Any = None) -> list[Finding]:  # noqa: B006
+    diagnosis = Diagnosis(spec=spec)
+    found = [one for i in range(0, len(made), 20) for one in diagnosis.observe([], made[i : i + 20])]
+    return found + list(diagnosis.observe([], [], events))
+
+
+def test_a_bad_batch_and_a_high_learning_rate_differ() -> None:
+    """A loss that jumps for one step names the step and its batch; one that stays up names optim.lr; a noisy one nothing."""
+    rng = np.random.default_rng(3)
+    losses, norms = 3 + 0.05 * rng.standard_normal(200), np.exp(0.2 * rng.standard_normal(200))
+    assert judged(steps(losses, norms)) == []
+    one, big = losses.copy(), norms.copy()
+    one[150], big[150] = 6.0, 20.0
+    (found,) = judged(steps(one, big))
+    assert (found.rule, found.culprit) == ("bad_batch", {"step": 151, "samples_hash": f"{150:016x}"})
+    rises, grows = losses.copy(), norms.copy()
+    rises[150:] += 1.5
+    grows[150:] *= 5
+    (found,) = judged(steps(rises, grows))
+    assert (found.rule, found.culprit) == ("lr_too_high", {"setting": "optim.lr"})
+
+
+@pytest.mark.parametrize(("grown", "rule"), [(1.0, "bad_batch"), (5.0, "lr_too_high")])
+def test_what_is_not_finite_has_a_cause(grown: float, rule: str) -> None:
+    """After calm steps it is the data, after a gradient that grew the learning rate; the other cause is listed."""
+    norms = np.where(np.arange(120) < 100, 1.0, grown)
+    event = Event(
+        "non_finite", T, {"step": 121, "cause": "step 121: the loss is not finite", "ranks": [], "samples_hash": "ab"}
+    )
+    (found,) = [f for f in judged(steps(np.full(120, 3.0), norms), [event]) if f.severity == "critical"]
+    assert found.rule == rule
+    assert len(found.others) == 1
+
+
+def test_noise_and_compression_are_judged_from_the_steps() -> None:
+    """A batch far beyond the noise scale, in the second half of a run; and error feedback that grows fourfold: once each."""
+    spec = {"train": {"global_batch": 256, "steps": 400}, "observe": {"grad_noise": 1}}
+    made = steps(np.full(260, 3.0), np.ones(260))
+    assert judged(made[:199], spec=spec) == []
+    (found,) = judged(made, spec=spec)
+    assert found.figures == {"global_batch": 256, "grad_noise_scale": 16.0, "times": 16.0, "batch_that_fits": 16}
+    assert "with 16 a step learns about 53% as much from 6.2% of the tokens" in found.remedy
+    for i, row in enumerate(made):
+        row["residual_norm"] = 1.0 if i < 100 or i == 150 else 8.0 if i >= 160 else 1.0
+    assert [f.rule for f in judged(made)] == ["compression_error"]
+
+
+def test_the_monitor_tells_and_the_folder_has_it(tmp_path: Path) -> None:
+    """A finding is an event of the run while it lasts, and `examine` finds the same in the folder alone."""
+    monitor = RunMonitor(str(tmp_path), exporters=[], interval_s=1e9)
+    monitor.begin_attempt(1, 4, 0)
+    for own in rows(120, hog(50, 90)):
+        monitor.observe(own)
+        if int(own[0]["at"]) % 2 == 0:
+            monitor._diagnose()
+    monitor.end("finished")
+    run = RunDir(tmp_path)
+    run.storage.write(SPEC, b"name: x\n")
+    events = [event.data for event in read_events(run) if event.kind == "finding"]
+    assert [(one["rule"], one["rank"], one["state"]) for one in events] == [
+        ("cpu_stolen", 2, "new"),
+        ("cpu_stolen", 2, "over"),
+    ]
+    made = examine(run)
+    (one,) = made.found
+    assert (one.finding.rule, one.finding.rank) == ("cpu_stolen", 2)
+    assert 50 < one.since - T <= 65
+    assert one.until is not None
+    assert any("4 ranks" in words for words in made.looked)
+
+
+def test_what_cannot_be_told_is_said(tmp_path: Path) -> None:
+    """A run without telemetry and with a few steps: the rules that it lacks data for are named."""
+    run = RunDir(tmp_path)
+    run.storage.write(SPEC, b"observe: {interval_s: null}\n")
+    made = examine(run)
+    assert made.found == []
+    assert any("observe.interval_s is null" in words and "cpu_stolen" in words for words in made.blind)
+    assert any("too few to judge the loss" in words for words in made.blind)
+
+
+def job(**sections: Any) -> JobSpec:
+    base: dict[str, Any] = {
+        "name": "x", "data": {"source": "any"}, "model": {"layers": 2, "width": 16, "heads": 2, "context": 8},
+        "train": {"steps": 100, "global_batch": 64}, "optim": {"lr": 1e-3, "schedule": {"warmup": 0.1}},
+        "cluster": {"workers": 8},
+    }  # fmt: skip
+    return JobSpec.model_validate({**base, **sections})
+
+
+FORMER = Former("old", noise_scale=4.0, step_s=0.1, save_s=30.0, stall_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("sections", "facts", "rule", "setting"),
+    [
+        ({"parallel": {"tensor": 8}, "model": {"layers": 2, "width": 64, "heads": 8, "context": 8}}, Facts(per_node=4),
+         "mesh_over_nodes", "parallel.tensor"),
+        ({}, Facts(former=FORMER), "grad_noise", "train.global_batch"),
+        ({}, Facts(former=FORMER), "checkpoint_cost", "checkpoint.every"),
+        ({}, Facts(needed=95, usable=100), "memory_headroom", "train.micro_batch"),
+        ({"cluster": {"workers": 8, "env": {"NCCL_P2P_DISABLE": "1"}}}, Facts(), "environment", "cluster.env.NCCL_P2P_DISABLE"),
+        ({"optim": {"lr": 1e-3, "schedule": {"warmup": 0}}}, Facts(), "no_warmup", "optim.schedule.warmup"),
+        ({"observe": {"interval_s": None}}, Facts(), "no_telemetry", "observe.interval_s"),
+    ],
+)  # fmt: skip
+def test_before_a_run(sections: Any, facts: Facts, rule: str, setting: str) -> None:
+    """Each names the setting; a sound job has no finding."""
+    assert (rule, setting) in [(one.rule, one.culprit["setting"]) for one in check_job(job(**sections), facts)]
+    assert check_job(job(), Facts(per_node=8)) == []
+
+
+def test_the_tree_and_the_thresholds_have_every_rule() -> None:
+    """Generated from the rules: each with its cause, and each limit with a source; docs/reference/thresholds.md has them all."""
+    every = rules()
+    words = words_of_tree(every)
+    assert all(f"- {rule.name}: {rule.cause}" in words for rule in every)
+    assert all(symptom in words for symptom in SYMPTOMS)
+    page = (Path(__file__).parents[2] / "docs/reference/thresholds.md").read_text()
+    for rule, name, value, source in thresholds(every):
+        assert source
+        assert f"| {rule} | {name} | {value} | {source} |" in page
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    """benchmarks/doctor.py."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    spec = importlib.util.spec_from_file_location("doctor_benchmark", folder / "doctor.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["doctor_benchmark"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_simulated_runs(benchmark: ModuleType) -> None:
+    """Scenarios of the benchmark that need GPUs, nodes or storage: the right rule and culprit; healthy ones are told nothing."""
+    chosen = ("GPU too hot", "other process on the GPU", "fewer PCIe lanes", "slow loader on one rank", "slow data everywhere",
+              "slow link", "fragmentation", "node's memory fills", "loss scale collapses", "dead experts", "asymmetric collectives",
+              "SIGSTOP bursts", "swap", "very busy host", "very uneven documents")  # fmt: skip
+    for scenario in [*benchmark.SCENARIOS, *benchmark.HEALTHY]:
+        if scenario.name not in chosen:
+            continue
+        score = benchmark.play(scenario, 1, False)
+        assert not score.false
+        if scenario.rules:
+            assert (score.cause, score.culprit) == (True, True), (scenario.name, score)
