@@ -22,9 +22,9 @@ by chance. On two cores with five other users, two healthy ranks lacked a proces
 by up to 0.2 for 12 s."""
 RATIO = 1.25
 """A slow rank needs this many times as long as the median of its peers."""
-SIGMAS = 3.5
+SIGMAS = 4.0
 """And the mean of its excess over RECENT parts must be this many times the run's own noise, the spread of the excess of a single
-part: 7 times the spread of such a mean, if parts are independent."""
+part: 8 times the spread of such a mean, if parts are independent."""
 FEW = 12
 """Differences of parts that are known, at least, for the noise."""
 COMMON = {
@@ -42,7 +42,7 @@ COMMON = {
     ),
     "noise": (
         f"{SIGMAS:g} times the run's own spread of one part",
-        "7 standard deviations of a mean of 4; benchmarks/doctor.py",
+        "8 standard deviations of a mean of 4; benchmarks/doctor.py",
     ),
 }
 """Limits of slow_compute and slow_data -> (value, source)."""
@@ -154,7 +154,7 @@ def slow_ranks(window: Window, symptom: str) -> list[Slow]:
 def _slow_ranks(window: Window, symptom: str) -> Iterator[Slow]:
     share = window.share("compute" if symptom == "slow_compute" else "data")
     ranks = window.keys("rank")
-    if share.shape[1] < RECENT or window.long_steps:
+    if share.shape[1] < RECENT or window.long_steps or (symptom == "slow_compute" and window.single_step):
         return
     delays = window.series("rank", "run_delay_seconds") - np.nan_to_num(window.series("rank", "throttled_seconds"))
     delays = np.clip(np.nan_to_num(delays), 0.0, None)
@@ -189,12 +189,16 @@ def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]
 
 def _noise(own: Array) -> float:
     """[R, N] shares -> the spread of a rank's excess over its peers from one part to the next; inf if fewer than FEW are known.
-    From differences of neighbours, so that a fault that lasts does not count as noise."""
+    From differences of neighbours, so that a fault that lasts does not count as noise. The larger of a robust one and the root mean
+    square before the newest parts: uneven batches have rare large differences, which a robust spread leaves out."""
     usual = own[:1] if len(own) == 2 else median(own.T)[None]
     apart = (own[1:] if len(own) == 2 else own) - usual
     steps = np.diff(apart, axis=1)
     known = (~np.isnan(steps)).sum(axis=1)
-    return float(np.median(deviation(steps))) / np.sqrt(2) if known.min(initial=FEW) >= FEW else float("inf")
+    if known.min(initial=FEW) < FEW:
+        return float("inf")
+    square = [float(np.nanmean(row**2)) if (~np.isnan(row)).any() else 0.0 for row in steps[:, :-RECENT]]
+    return max(float(np.median(deviation(steps))), float(np.sqrt(np.median(square)))) / np.sqrt(2)
 
 
 def _lower_median(values: Array) -> Array:

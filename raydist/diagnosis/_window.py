@@ -241,6 +241,14 @@ class Window:
         return PER_PART * self.step_s > self.part_s
 
     @cached_property
+    def single_step(self) -> bool:
+        """Whether one step took most of the newest RECENT parts: what holds in them may hold for its batch alone."""
+        seconds = self.steps["seconds"][::-1]
+        judged = RECENT * self.part_s
+        newest = seconds[: int(np.searchsorted(np.cumsum(seconds), judged)) + 1]
+        return len(newest) > 0 and float(newest.max()) > judged / 2
+
+    @cached_property
     def _ends(self) -> NDArray[np.int64]:
         count = (BINS - 1) // self._bins_per_part
         return self._end - self._bins_per_part * np.arange(count, -1, -1)

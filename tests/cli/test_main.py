@@ -59,9 +59,9 @@ def test_errors_become_a_message_and_a_code(
     def fails(arguments: list[str] | None) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.setattr(cli, "_run", fails)
     with pytest.raises(SystemExit) as caught:
-        cli.main([])
+        cli.main(["train"])
     assert caught.value.code == code
     err = capsys.readouterr().err
     assert err.startswith("raydist: ")
