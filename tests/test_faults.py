@@ -98,7 +98,9 @@ def test_notes_are_read_in_the_order_of_what_happened(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert faults.read_notes(run) == {}
     for name, at in (("a", 2.0), ("b", 1.0)):
-        run.storage.write(faults.note(name, 0, 1), f'{{"fault": "kill", "rank": 0, "step": 3, "attempt": 1, "at": {at}}}'.encode())
+        run.storage.write(
+            faults.note(name, 0, 1), f'{{"fault": "kill", "rank": 0, "step": 3, "attempt": 1, "at": {at}}}'.encode()
+        )
     run.storage.write(faults.done(faults.note("a", 0, 1)), b"{}")
     assert list(faults.read_notes(run)) == ["faults/b-rank0-1.json", "faults/a-rank0-1.json"]
     assert list(faults.read_notes(run, known=["faults/b-rank0-1.json"])) == ["faults/a-rank0-1.json"]

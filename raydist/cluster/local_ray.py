@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from raydist.cluster import head_monitor
 from raydist.cluster.ray_private import (
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     METRICS_AGENT_PORT_NAME,
@@ -94,10 +95,13 @@ def running(temp_dir: Path, *, object_store_bytes: int, metrics_port: int | None
         with _killed_with_us(temp_dir):
             yield node
     finally:
-        try:
-            node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
-        finally:
-            _sweep(temp_dir)
+        # Where the head is lost, this process leaves at once, and they are killed then: without its raylet Ray's client would
+        # end this process with exit code 1, before the cause is told.
+        if not head_monitor.lost:
+            try:
+                node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
+            finally:
+                _sweep(temp_dir)
 
 
 def pids(node: Any) -> dict[str, int]:
@@ -142,22 +146,29 @@ done
 """
 
 
+_CLEANERS: list[subprocess.Popen[bytes]] = []
+
+
 @contextlib.contextmanager
 def _killed_with_us(temp_dir: Path) -> Iterator[None]:
-    """If this process is killed within the block, all Ray processes with open files in that folder are killed, too.
+    """If this process ends within the block, or with its head lost, all Ray processes with open files in that folder are killed.
 
     The kernel kills the head and the raylet. But the raylet's two agents go on for over a minute, trying to report to the
     head that the raylet is gone. Workers exit once init becomes their parent, and under a sub-reaper (a container's first
     process, systemd's user manager) it never does. So a shell waits for EOF on a pipe whose other end only this process holds.
     """
     command = ["/bin/sh", "-c", _CLEANER, "raydist-cleaner", str(temp_dir)]
-    with subprocess.Popen(
+    cleaner = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as cleaner:
-        try:
-            yield
-        finally:
-            cleaner.kill()
+    )
+    try:
+        yield
+    finally:
+        if head_monitor.lost:
+            _CLEANERS.append(cleaner)  # its pipe stays open until this process ends
+        else:
+            with cleaner:
+                cleaner.kill()
 
 
 def _free_port(host: str) -> int:

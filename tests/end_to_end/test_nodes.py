@@ -201,7 +201,6 @@ def test_a_node_on_which_ranks_die_again_and_again_is_left(
     assert [e["exclude"] for e in run.events("decision")] == [None, cluster.node_ids()[of_rank_1[0]]]
 
 
-@pytest.mark.timeout(600)
 def test_a_run_shrinks_and_grows_again(project: Any, start: Any, cluster: Cluster, undisturbed: dict[str, Any]) -> None:
     """Three replicas of two tensor parallel ranks, two after a node is killed, three again when it is back: each step once, with
     its samples. With virtual ranks one undisturbed replica has the same losses, norms and weights, to the bit."""

@@ -48,7 +48,7 @@ def test_a_killed_node_and_a_drained_one(project: Any, cluster: Cluster, undistu
                 assert time.monotonic() < deadline, left
                 time.sleep(0.1)
             second = cluster.add_node(other, cpus=2)
-            assert run.wait(240) == 0
+            assert run.wait(400) == 0
         finally:
             run.kill()
     (failure,) = project.events("node-faults", "failure")

@@ -59,9 +59,7 @@ class Trained:
     def ended(self) -> tuple[int, str]:
         """Its exit code and stderr; nothing of it is left."""
         _, err = self.process.communicate(timeout=END_S)
-        _, alive = psutil.wait_procs(
-            self.below, timeout=90
-        )  # Ray's runtime environment agent may outlive its raylet for a while
+        _, alive = psutil.wait_procs(self.below, timeout=30)
         assert not alive
         assert "Traceback" not in err
         assert self.project.show(self.name)["status"] == "stopped"
@@ -103,5 +101,5 @@ def test_stopped(project: Any) -> None:
     os.kill(coordinator, signal.SIGSTOP)
     run.process.send_signal(signal.SIGTERM)
     code, err = run.ended()
-    assert code == 3
+    assert code == 3, err
     assert f"Ray's coordinator (process {coordinator}) has been stopped, as by SIGSTOP" in err
