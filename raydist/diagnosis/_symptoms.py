@@ -198,7 +198,7 @@ def _noise(own: Array) -> float:
     if known.min(initial=FEW) < FEW:
         return float("inf")
     square = [float(np.nanmean(row**2)) if (~np.isnan(row)).any() else 0.0 for row in steps[:, :-RECENT]]
-    return max(float(np.median(deviation(steps))), float(np.sqrt(np.median(square)))) / np.sqrt(2)
+    return max(float(np.median(deviation(steps))), float(np.sqrt(np.median(square)))) / 2**0.5
 
 
 def _lower_median(values: Array) -> Array:
