@@ -138,9 +138,11 @@ def test_compressed_gradients_are_in_a_trace(ranks: Any, dataset: str, tmp_path:
     for rank in (0, 1):
         sent = [e["name"] for e in made if e["pid"] == rank and e.get("cat") == "collective"]
         found = Counter(name for name in sent if name.startswith(("all_to_all", "all_gather")) and "KiB" in name)
-        assert found == {"all_to_all (7.0 KiB)": 3, "all_gather (7.0 KiB)": 3}, (
-            "half of 12,000 gradients, padded, to the other rank"
-        )
+        # Half of 12,000 gradients, padded, to the other rank. gloo's own thread ends the record of a gather after it has woken the
+        # step that waits for it, so on a busy machine the trace may stop before the last one.
+        gathers = found.pop("all_gather (7.0 KiB)")
+        assert gathers in (2, 3)
+        assert found == {"all_to_all (7.0 KiB)": 3}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
