@@ -296,7 +296,7 @@ def main() -> None:
         job = {**JOB, **MESH} if options.mesh else JOB
         (folder / "job.yaml").write_text(yaml.safe_dump(job))
         workers = int(job["cluster"]["workers"])
-        here = [kind for kind in KINDS if kind(0, 0).fault != "flip_bit"] if options.mesh else KINDS
+        here = [kind for kind in KINDS if kind(0, 10).fault != "flip_bit"] if options.mesh else KINDS
         place = Net() if options.hosts else Here()
         train(place, folder, "warm", 60)
         pace = sorted(read_steps(RunDir(folder / "warm"))["seconds"].to_pylist())[30]
