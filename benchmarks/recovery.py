@@ -205,7 +205,7 @@ def of_mesh(mesh: str, fault: str, storage: str) -> dict[str, float]:
             sys.exit(f"{mesh}: {done.stderr[-3000:]}")
     events = read_events(RunDir(f"{storage}/mesh"))
     begun = next(e.at for e in events if e.kind == "fault")
-    back = next(e for e in events if e.kind == "first_step" and e.data["attempt"] == 2)
+    _, back = (e for e in events if e.kind == "first_step")  # --fresh goes on counting attempts
     return {"seconds": back.at - begun, "lost": back.data["repeated_steps"]}
 
 
