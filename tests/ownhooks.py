@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raydist.errors import StorageError
 from raydist.worker.hooks import BaseHook, HookFacts
 
 
@@ -45,6 +46,16 @@ class Raises(BaseHook):
 
     def on_step(self, record: Any) -> None:
         raise ValueError(f"no loss should be {record.step}")
+
+
+class Refused(BaseHook):
+    """Meets an error of raydist's own in each evaluation, and another one when it hears of a failure."""
+
+    def on_eval(self, step: int, loss: float) -> None:
+        raise StorageError("the disk is full")
+
+    def on_failure(self, error: BaseException) -> None:
+        raise KeyError("second")
 
 
 class Changes(BaseHook):

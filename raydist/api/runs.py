@@ -76,7 +76,8 @@ class Run:
         return [event for event in read_events(self.folder) if kind in (None, event.kind)]
 
     def findings(self) -> list[dict[str, Any]]:
-        """What the rules of raydist.diagnosis found, in order: rule, rank, severity, what, figures, remedy, at (Unix time)."""
+        """What the rules of raydist.diagnosis found, in order: raydist.records.Finding, and `at` (Unix time).
+        One whose `state` is "over" is the end of an earlier one."""
         return [{**event.data, "at": event.at} for event in self.events("finding")]
 
     @property

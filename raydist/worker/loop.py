@@ -15,6 +15,7 @@ import torch
 
 from raydist.data.batches import StepBatch
 from raydist.data.loader import Loader, Stall
+from raydist.errors import HookFailed
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event, StepRecord
 from raydist.redact import redact
@@ -81,7 +82,10 @@ class _Run(Assembly):
         try:
             return self._train()
         except Exception as error:
-            self.hooks.call("on_failure", error)
+            try:
+                self.hooks.call("on_failure", error)
+            except HookFailed as second:  # the first error stays the cause
+                error.add_note(str(second))
             raise
 
     def _train(self) -> Outcome:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from raydist import registry
-from raydist.errors import HookFailed, RaydistError
+from raydist.errors import HookFailed
 from raydist.records import Event
 from raydist.spec.running import HookSpec
 from raydist.worker.hooks import HookFacts
@@ -76,8 +76,6 @@ class RunHooks:
         before = self._checksums()
         try:
             result = function()
-        except RaydistError:
-            raise
         except Exception as error:
             raise HookFailed(
                 f"hook {spec.name}{where}: {type(error).__name__}: {error}",

@@ -105,6 +105,16 @@ def test_an_error_ends_the_run(ranks: Any, dataset: str, tmp_path: Path) -> None
     assert "HookFailed" in _NEVER_HEALS
 
 
+@pytest.mark.parametrize("on_error", ["stop", "report"])
+def test_errors_of_raydist_in_a_hook_are_the_hook_s(ranks: Any, dataset: str, tmp_path: Path, on_error: str) -> None:
+    """`on_error` decides about them, too; and an error of `on_failure` does not take the place of the first one."""
+    hooks = [{"name": "tests.ownhooks:Refused", "on_error": on_error}]
+    _, notes, ended = run(ranks, trained, 1, dataset, str(tmp_path), "ddp", hooks)[0]
+    told = notes[0] if on_error == "report" else ended
+    assert told.startswith("hook tests.ownhooks:Refused.on_eval: StorageError: the disk is full")
+    assert (ended == "finished") == (on_error == "report")
+
+
 def test_a_wrong_name_is_one_line() -> None:
     """Before anything starts."""
     tree = {"data": {"source": "any"}, "train": {"steps": 1}, "hooks": ["nowhere:Hook", {"name": "nohook"}]}
