@@ -1,10 +1,12 @@
-"""Shared by the benchmarks: the versions and the machine of each result, and writing results as JSON."""
+"""Shared by the benchmarks: the versions and the machine of each result, results as JSON, and ranks on hosts of their own."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,3 +36,20 @@ def write(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
     return path
+
+
+def on_hosts(script: str, world: int, rate: str, given: Sequence[str]) -> dict[str, Any]:
+    """The JSON that rank 0 of SCRIPT prints. Each rank is on a host of its own, a network namespace whose link has the rate
+    ("none": no limit), with the options `given`, `--master` and `--rank`. Needs root."""
+    from tests.hosts import Hosts
+
+    with Hosts(world, None if rate == "none" else rate) as hosts:
+        command = [sys.executable, script, *given, "--master", hosts[0].ip, "--rank"]
+        others = [hosts[i].popen([*command, str(i)]) for i in range(1, world)]
+        done = hosts[0].run([*command, "0"], timeout=7200)
+        for other in others:
+            other.wait(60)
+        if done.returncode:
+            sys.exit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import write
+from common import on_hosts, write
 from torch import Tensor, nn
 
 from raydist import registry
@@ -58,7 +58,6 @@ from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, evaluate, loss_sum
 from raydist.worker.step_hooks import StepHook
-from tests.hosts import Hosts
 
 VOCAB, BATCH, CONTEXT, BASE = 256, 16, 128, "fp32"
 MODELS = {
@@ -239,21 +238,6 @@ def main(asked: argparse.Namespace) -> None:
     leave(0)
 
 
-def on_hosts(world: int, rate: str, model: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one setting."""
-    given = ["--rounds", str(asked.rounds), "--worlds", str(world), "--models", model, "--loss", str(asked.loss)]
-    with Hosts(world, None if rate == "none" else rate) as hosts:
-        command = [sys.executable, __file__, *given, "--master", hosts[0].ip, "--rank"]
-        others = [hosts[i].popen([*command, str(i)]) for i in range(1, world)]
-        done = hosts[0].run([*command, "0"], timeout=7200)
-        for other in others:
-            other.wait(60)
-        if done.returncode:
-            sys.exit(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12)
@@ -272,7 +256,8 @@ if __name__ == "__main__":
         for world in options.worlds:
             for rate in ["none"] if options.loss else options.rates:
                 key = f"{each}, {world} ranks" + ("" if options.loss else f", {rate}")
-                result[key] = on_hosts(world, rate, each, options)
+                given = ["--rounds", str(options.rounds), "--worlds", str(world), "--models", each]
+                result[key] = on_hosts(__file__, world, rate, [*given, "--loss", str(options.loss)])
                 for variant, figures in result[key].items():
                     print(f"{key}: {variant}: {figures}", flush=True)
     print(write("communication-loss" if options.loss else "communication", {"rounds": options.rounds, **result}))

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.distributed as dist
-from common import write
+from common import on_hosts, write
 from communication import BATCH, CONTEXT, MODELS, VOCAB, batch_of, corpus, sent_on
 from torch import Tensor, nn
 
@@ -46,7 +46,6 @@ from raydist.worker.parallel.ddp import Strategy as Ddp
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep, loss_sum
-from tests.hosts import Hosts
 
 PLAIN: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (1, {}),
@@ -166,21 +165,6 @@ def main(asked: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def on_hosts(world: int, rate: str, model: str, rounds: int) -> dict[str, Any]:
-    """The figures of one setting."""
-    given = ["--rounds", str(rounds), "--worlds", str(world), "--models", model]
-    with Hosts(world, None if rate == "none" else rate) as hosts:
-        command = [sys.executable, __file__, *given, "--master", hosts[0].ip, "--rank"]
-        others = [hosts[i].popen([*command, str(i)]) for i in range(1, world)]
-        done = hosts[0].run([*command, "0"], timeout=7200)
-        for other in others:
-            other.wait(60)
-        if done.returncode:
-            sys.exit(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12)
@@ -198,7 +182,8 @@ if __name__ == "__main__":
         for world in options.worlds:
             for rate in options.rates:
                 key = f"{each}, {world} ranks, {rate}"
-                result[key] = on_hosts(world, rate, each, options.rounds)
+                given = ["--rounds", str(options.rounds), "--worlds", str(world), "--models", each]
+                result[key] = on_hosts(__file__, world, rate, given)
                 for variant, figures in result[key].items():
                     print(f"{key}: {variant}: {figures}", flush=True)
     print(write("virtual", {"rounds": options.rounds, **result}))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from raydist.api import notebook
 from raydist.api.command import Command
 from raydist.errors import StopFailed, TrainingStopped, UsageError
 from raydist.printable import printable
-from raydist.run.directory import REPORT, RunDir
+from raydist.run.directory import REPORT, Folder, RunDir
 from raydist.storage import Storage
 
 if TYPE_CHECKING:
@@ -26,25 +26,41 @@ POLL_S = 0.5
 STOP_S = 600.0
 
 
-class Run:
-    """`raydist.open` and `raydist.train` return it. Every call reads the run's folder anew; none needs the cluster.
+Of = TypeVar("Of", bound=Folder)
 
-    Reading raises StorageError if storage refuses, or a file is damaged.
-    """
 
-    def __init__(self, folder: RunDir, command: Command | None = None) -> None:
+class Started(Generic[Of]):
+    """What a run and a sweep have in common. `command`: its driver, if this process has started it."""
+
+    def __init__(self, folder: Of, command: Command | None = None) -> None:
         self.folder = folder
         self._command = command
 
     @property
     def name(self) -> str:
-        """The run's name."""
+        """Its name."""
         return self.folder.name
 
     @property
     def uri(self) -> str:
-        """The run's folder: a path, or a URI."""
+        """Its folder: a path, or a URI."""
         return self.folder.uri
+
+    def ended(self) -> bool:
+        """Whether no driver trains it now."""
+        if self._command is not None:
+            return self._command.ended()
+        from raydist.run.lease import newest_driver
+
+        driver = newest_driver(self.folder)
+        return driver is None or not driver.alive
+
+
+class Run(Started[RunDir]):
+    """`raydist.open` and `raydist.train` return it. Every call reads the run's folder anew; none needs the cluster.
+
+    Reading raises StorageError if storage refuses, or a file is damaged.
+    """
 
     @property
     def status(self) -> str:
@@ -134,15 +150,6 @@ class Run:
             )
             raise TrainingStopped(f"run {self.name}: {cause or status}", f"more: raydist show {self.uri}")
         return self
-
-    def ended(self) -> bool:
-        """Whether no driver trains the run now."""
-        if self._command is not None:
-            return self._command.ended()
-        from raydist.run.lease import newest_driver
-
-        driver = newest_driver(self.folder)
-        return driver is None or not driver.alive
 
     def stop(self, wait: bool = True, timeout: float = STOP_S) -> Run:
         """Ends the run after one checkpoint, as `raydist stop` does; training it again resumes it. Returns the run.

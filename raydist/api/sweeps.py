@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raydist.api import notebook
-from raydist.api.command import Command
-from raydist.api.runs import STOP_S, Run, place_of
+from raydist.api.runs import STOP_S, Run, Started, place_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -18,22 +17,8 @@ if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
 
-class Sweep:
+class Sweep(Started["SweepDir"]):
     """`raydist.open` and `raydist.sweep` return it. Every call reads the sweep's folder anew; none needs the cluster."""
-
-    def __init__(self, folder: SweepDir, command: Command | None = None) -> None:
-        self.folder = folder
-        self._command = command
-
-    @property
-    def name(self) -> str:
-        """The sweep's name."""
-        return self.folder.name
-
-    @property
-    def uri(self) -> str:
-        """The sweep's folder: a path, or a URI."""
-        return self.folder.uri
 
     def show(self) -> dict[str, Any]:
         """What `raydist sweep results --json` prints: points, cells, costs, and what can be concluded."""
@@ -64,15 +49,6 @@ class Sweep:
         home, name = place_of(path, self.folder.storage)
         home.write(name, page(self.show()))
         return home.at(name).uri
-
-    def ended(self) -> bool:
-        """Whether no driver trains the sweep now."""
-        if self._command is not None:
-            return self._command.ended()
-        from raydist.run.lease import newest_driver
-
-        driver = newest_driver(self.folder)
-        return driver is None or not driver.alive
 
     def wait(self, timeout: float | None = None) -> Sweep:
         """Waits until the driver that this process started has ended. Raises its error, TimeoutError after `timeout` seconds."""
