@@ -13,7 +13,7 @@ from raydist.api.runs import STOP_S, Run, Started, place_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from raydist.run.sweep_directory import SweepDir
+    from raydist.run.sweep_directory import SweepDir  # noqa: F401 - in a base class, as text
     from raydist.spec import JobSpec
 
 
