@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 import socket
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 NODE_ID_LABEL = "ray.io/node-id"
 """The label that Ray gives every node, for label selectors."""
-_ANSWER_S = 3.0
+_ANSWER_S = 60.0
+"""How long a task may take to run on a node (its process is new, and the node may be busy), and its answer counts."""
 _CONNECT_S = 1.0
 _AT_ONCE = 64
 
@@ -111,24 +114,36 @@ def _listens(address: tuple[str, int]) -> bool:
         return False
 
 
-def answering(ids: Iterable[str]) -> set[str]:
-    """The nodes of `ids` that run a task within 3 s."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+class Pings:
+    """Tasks on nodes that were lost: a node whose task has run answers again. A node that is slow to start a process for its task
+    is not asked anew, since the next process would be as slow."""
 
-    alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
-    task = ray.remote(num_cpus=0, max_retries=0)(_ping)
-    asked = {
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(): node
-        for node in ids
-        if node in alive
-    }
-    if not asked:
-        return set()
-    done, late = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
-    for ref in late:
-        ray.cancel(ref, force=True)
-    return {asked[ref] for ref in done if _succeeded(ref)}
+    def __init__(self) -> None:
+        self._asked: dict[str, tuple[Any, float]] = {}  # node -> the task's result, and when it was sent
+
+    def answering(self, ids: Iterable[str]) -> set[str]:
+        """The nodes of `ids` whose task has run. Does not wait: sends a task where none is on its way. A node that answered, or
+        whose task failed, gets a new task in the next call."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
+        task = ray.remote(num_cpus=0, max_retries=0)(_ping)
+        for node in (alive & {*ids}) - self._asked.keys():
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            self._asked[node] = task.options(scheduling_strategy=there).remote(), time.monotonic()
+        answered = set()
+        for node, (result, at) in list(self._asked.items()):
+            done, _ = ray.wait([result], timeout=0)
+            old = node not in alive or time.monotonic() - at > _ANSWER_S
+            if not done and not old:
+                continue
+            if not done:
+                ray.cancel(result, force=True)
+            elif not old and _succeeded(result):
+                answered.add(node)
+            del self._asked[node]
+        return answered & {*ids}
 
 
 def _ping() -> bool:

@@ -26,7 +26,7 @@ _START_S = 120.0
 _GROWING_LOOKS = 3
 """The run grows when it has found room for more workers this many times in a row."""
 _FORGIVE_S = 10.0
-"""How long after its loss, at the earliest, a lost node is checked again."""
+"""How long after its loss, at the earliest, a lost node is asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ class Elasticity:
         self._group: Group | None = None
         self.workers = 0
         """Ranks of the present attempt."""
-        self._avoid: dict[str, float] = {}  # lost node -> when it was lost, or last checked
+        self._avoid: dict[str, float] = {}  # lost node -> when it was lost
+        self._pings = nodes.Pings()
         self._excluded: set[str] = set()  # nodes on which ranks died repeatedly
         self._leaving: set[str] = set()
         self._grow, self._growing, self._looked = False, 0, 0.0
@@ -126,11 +127,8 @@ class Elasticity:
         each on one node. A lost node counts again once it answers; the node `without` does not count.
         """
         old = [node for node, at in self._avoid.items() if time.monotonic() - at > _FORGIVE_S]
-        back = nodes.answering(old)
-        for node in old:
-            self._avoid[node] = time.monotonic()
-            if node in back:
-                del self._avoid[node]
+        for node in self._pings.answering(old):
+            del self._avoid[node]
         ours = self._group.held if self._group is not None else {}
         avoid = {*self._unfit, *([without] if without else [])}
         return self._parallel.whole(nodes.room(nodes.look(), self._each, ours, avoid, self._parallel.together))
