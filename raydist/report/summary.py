@@ -6,7 +6,7 @@ Runs anywhere. Must not import torch or ray. docs/reference/records.md is the in
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -62,24 +62,21 @@ def runs(storage: str | None = None) -> list[dict[str, Any]]:
         if name.startswith(".") or home.size(f"{name}/{SPEC}") is None:
             continue
         try:
-            state = read_state(run)
-            if "step" not in state:
-                # Trained without a monitor (launch.standalone): read its records.
-                facts = show(run)
-                state = {**facts, "step": facts["steps"]}
+            found.append(row(run, read_state(run)))
         except StorageError as error:  # one run's file must not hide the others
             print(f"raydist: {error}", file=sys.stderr)
-            state = {"status": "damaged", "step": None}
-        found.append(
-            {
-                "run": run.name,
-                "path": run.uri,
-                "status": state["status"],
-                "steps": state["step"],
-                **{key: state.get(key) for key in ("loss", "eval_loss", "tokens_per_second")},
-            }
-        )
+            found.append(row(run, {"status": "damaged", "step": None}))
     return found
+
+
+def row(run: RunDir, state: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of `runs`. `state`: of `read_state`. Raises StorageError."""
+    if "step" not in state:
+        # Trained without a monitor (launch.standalone): read its records.
+        facts = show(run)
+        state = {**facts, "step": facts["steps"]}
+    figures = {key: state.get(key) for key in ("loss", "eval_loss", "tokens_per_second")}
+    return {"run": run.name, "path": run.uri, "status": state["status"], "steps": state["step"], **figures}
 
 
 def steps(run: RunDir) -> Iterator[dict[str, Any]]:
