@@ -127,8 +127,8 @@ class Lineage:
 class Folder:
     """A folder of a run or of a sweep, by path or URI. Opening it neither creates nor checks anything.
 
-    A local folder is created with mode 0700: its files have texts of the training data and the environment. To share it, change
-    its mode; raydist does not change it again.
+    A local folder is created with mode 0700, and its files with mode 0600: they have texts of the training data and the
+    environment. To share it, change its mode; raydist does not change it again, and new files get its permissions for others.
     """
 
     def __init__(self, uri: str | os.PathLike[str] | Storage) -> None:
