@@ -34,19 +34,18 @@ def rows(home: Storage) -> list[dict[str, Any]]:
     """The runs and sweeps of a storage, the newest first: kind, name, status, since (Unix time or None), cause, and of a run its
     figures. Raises StorageError if the storage cannot be listed.
     """
-    found = []
-    for name in home.folders():
-        if name.startswith("."):
-            continue
-        run, sweep = RunDir(home.at(name)), SweepDir(home.at(name))
-        try:
-            if run.storage.size(SPEC) is not None:
-                found.append(_run(run))
-            elif sweep.exists():
-                found.append(_sweep(sweep))
-        except StorageError as error:
-            found.append({"kind": "run", "name": name, "status": "damaged", "since": None, "cause": str(error)})
+    found = [row for row in summary.of_each(home, lambda name: _row(home, name)) if row is not None]
     return sorted(found, key=lambda row: (-(row["since"] or 0.0), row["name"]))
+
+
+def _row(home: Storage, name: str) -> dict[str, Any] | None:
+    run, sweep = RunDir(home.at(name)), SweepDir(home.at(name))
+    try:
+        if run.storage.size(SPEC) is not None:
+            return _run(run)
+        return _sweep(sweep) if sweep.exists() else None
+    except StorageError as error:
+        return {"kind": "run", "name": name, "status": "damaged", "since": None, "cause": str(error)}
 
 
 def _run(run: RunDir) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from raydist.report import summary
 from raydist.run.directory import CHECKPOINTS, EVENTS, METRICS, SAMPLES, SPEC, STATE, RunDir
 from raydist.run.status import read_state
 from raydist.run.sweep_directory import EVENTS as SWEEP_EVENTS
@@ -34,8 +35,9 @@ def of_sweep(sweep: SweepDir) -> Any:
 
 def of_home(home: Storage) -> Any:
     """Changes with the runs and sweeps in it, and with each run's state."""
-    names = [name for name in home.folders() if not name.startswith(".")]
-    return [(name, _times(home, f"{name}/{STATE}"), home.files(f"{name}/{SWEEP_EVENTS}")) for name in names]
+    return summary.of_each(
+        home, lambda name: (name, _times(home, f"{name}/{STATE}"), home.files(f"{name}/{SWEEP_EVENTS}"))
+    )
 
 
 def _times(storage: Storage, *names: str) -> Any:

@@ -1,11 +1,11 @@
-"""The section of a job file about communication that changes the numbers: what is sent between replicas, and how often.
+"""The section of a job file about communication that changes the numbers: what is sent between replicas, which way, and how often.
 
 Runs anywhere.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ from raydist.extension_plans import compressor_plan
 from raydist.spec.parts import Extension, Part, PartWithNewFields, check_spec, near_divisors, problem
 
 NONE = "none"
+TORCH = "torch"
 
 
 class OuterSpec(Part):
@@ -33,7 +34,7 @@ class OuterSpec(Part):
 class CommSpec(PartWithNewFields):
     """What is sent between the ranks."""
 
-    new_fields = ("every", "outer", "fragments", "delay")
+    new_fields = ("every", "outer", "fragments", "delay", "topology", "ring")
 
     compress: Annotated[str, Extension("compressor", also=(NONE,))] = Field(
         NONE,
@@ -47,6 +48,16 @@ class CommSpec(PartWithNewFields):
         None,
         description="Add what a compressor loses of a gradient to the next one; null: as the compressor does by default. It keeps "
         "8 bytes a gradient on each rank.",
+    )
+    topology: Literal["torch", "direct", "two_level", "ring"] = Field(
+        "torch",
+        description="ddp: how gradients are summed. torch: by its all-reduce; direct: each rank adds up a part, received from all; "
+        "two_level: within each node, then between nodes; ring: by torch's all-reduce, in the order of `ring`.",
+    )
+    ring: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None,
+        description="With topology ring: all ranks, in the order of the ring; null: that of the fastest links, measured at a run's "
+        "first start.",
     )
     every: int | None = Field(
         None,
@@ -69,6 +80,13 @@ class CommSpec(PartWithNewFields):
 
     @model_validator(mode="after")
     def _fits(self) -> CommSpec:
+        if self.ring is not None and self.topology != "ring":
+            raise problem("ring", self.ring, f"has no effect with topology: {self.topology}", "set comm.topology: ring, or leave "
+                          "it out")  # fmt: skip
+        if self.ring is not None and sorted(self.ring) != list(range(len(self.ring))):
+            raise problem(
+                "ring", self.ring, f"is no order of the ranks 0 to {len(self.ring) - 1}", "name each rank once"
+            )
         if self.compress != NONE:
             check_spec("compressor", self.compress, self)
         if self.every is None:
@@ -103,6 +121,11 @@ class CommSpec(PartWithNewFields):
     def rounds(self) -> bool:
         """Whether outer gradients are compressed."""
         return self.compress != NONE and self.every is not None
+
+    @property
+    def aside(self) -> bool:
+        """Whether threads beside the training thread send gradients."""
+        return self.compresses or self.topology in ("direct", "two_level")
 
     @property
     def feedback(self) -> bool:

@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from raydist import registry
-from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
+from raydist.extension_plans import buckets, optimizer_plan, strategies, strategy_plan
 from raydist.spec import virtual_ranks
-from raydist.spec.comm import CommSpec
+from raydist.spec.comm import NONE, TORCH, CommSpec
 from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, near_divisors, problem
 from raydist.spec.running import (
     CheckpointSpec,
@@ -150,6 +150,7 @@ class JobSpec(PartWithNewFields):
         strategy, plan = self.parallel.strategy, strategy_plan(self.parallel.strategy)
         check_spec("parallel", strategy, self)
         self._compression_fits()
+        self._topology_fits()
         virtual_ranks.check(self)
         self._local_steps_fit()
         if self.offload.parameters == "cpu" and plan is not None and "parameters" not in plan.sharded:
@@ -182,6 +183,24 @@ class JobSpec(PartWithNewFields):
             raise problem("comm.compress", comm.compress, f"does not go with parallel.expert: {self.parallel.expert}: ranks with "
                           "the same experts are others than those that share all else", "leave comm out, or set parallel.expert: 1"
                           )  # fmt: skip
+
+    def _topology_fits(self) -> None:
+        topology, strategy = self.comm.topology, self.parallel.strategy
+        if topology == TORCH:
+            return
+        for field, value, default, why in (
+            ("comm.compress", self.comm.compress, NONE, "compressed gradients go directly from rank to rank"),
+            ("comm.every", self.comm.every, None, "outer steps go directly from replica to replica"),
+            ("parallel.expert", self.parallel.expert, 1, "ranks with the same experts are others than those that share all else"),
+            ("train.virtual_ranks", self.train.virtual_ranks, None, "its sums have an order of their own"),
+        ):  # fmt: skip
+            if value != default:
+                raise problem(
+                    "comm.topology", topology, f"does not go with {field}: {value}: {why}", "leave one of them out"
+                )
+        if not buckets(strategy):
+            raise problem("comm.topology", topology, f"has no effect with parallel.strategy: {strategy}, which sums gradients its "
+                          f"own way", f"take {' or '.join(s for s in strategies() if buckets(s))}, or leave it out")  # fmt: skip
 
     def _local_steps_fit(self) -> None:
         every, parallel = self.comm.every, self.parallel
@@ -401,9 +420,12 @@ class JobSpec(PartWithNewFields):
         exclude = self.numbers_exclude
         if self.train.virtual_ranks is not None:  # the shapes of micro-batches change bits
             exclude = tuple(x for x in exclude if x not in virtual_ranks.SHAPES)
+        # As with `parallel`, the way of the sums changes rounding alone.
+        comm = self.comm.model_copy(update={"topology": TORCH, "ring": None})
+        plain = self.model_copy(update={"comm": comm})
         return {"data.fingerprint": fingerprint, **sequences} | {
             name: sequences.get(name, value)
-            for name, value in flatten(self.model_dump(mode="json")).items()
+            for name, value in flatten(plain.model_dump(mode="json")).items()
             if not any(name == x or name.startswith(x + ".") for x in exclude)
         }
 

@@ -133,7 +133,7 @@ class Assembly:
         )  # every rank: names, shapes and holders of all ranks
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.split)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
-        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.compresses)
+        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.aside)
         self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter, self.feed.divide)
         self.noise = self._noise()
         self.outer = Outer(spec.comm, self.replica, shards, self.total) if self.replica else None

@@ -19,6 +19,7 @@ from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 from raydist.worker import distributed, lora, pretrained
 from raydist.worker.checks.replicas import hashes
+from raydist.worker.comm import topology
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
@@ -127,7 +128,9 @@ def check_same(model: nn.Module, rank: Rank) -> None:
 def settled(
     spec: JobSpec, rank: Rank, run: RunDir, vocab_size: int, example: Example, say: Callable[[str], None]
 ) -> JobSpec:
-    """The spec, with a size in place of `parallel.bucket_mb: auto`; `say` gets the reason. Every rank. Trials change no state."""
+    """The spec, with a size in place of `parallel.bucket_mb: auto`, and an order in place of `comm.ring: null`; `say` gets the
+    reasons. Every rank. Trials change no state."""
+    spec = topology.settle(spec, rank, run, say)
     parallel = spec.parallel
     if parallel.bucket_mb != "auto" or not buckets(parallel.strategy) or rank.world_size == 1 or spec.comm.every:
         return spec
