@@ -16,11 +16,11 @@ import pyarrow as pa
 from raydist.dashboard import list_page, run_page, stamps, sweep_page
 from raydist.dashboard.cache import Live, Made, Shelf
 from raydist.dashboard.document import Parts, problem
-from raydist.dashboard.run_page import Seen
+from raydist.dashboard.run_page import Other, Seen
 from raydist.dashboard.views import RunView
 from raydist.errors import RaydistError, RunNotFound, StorageError
 from raydist.parsing import quoted
-from raydist.run.directory import LONGEST_NAME, RunDir
+from raydist.run.directory import LONGEST_NAME, SPEC, RunDir
 from raydist.run.log import read_steps
 from raydist.run.sweep_directory import RUNS, SweepDir
 from raydist.storage import Storage
@@ -82,8 +82,10 @@ class Site:
         run = RunDir(self.homes[place.storage].at(place.name))
         data = self._seen(place, run)
 
-        def steps_of(name: str) -> pa.Table:
-            return self.steps(self.run(place.storage, name)).get().value
+        def other(name: str) -> Other:
+            beside = self.run(place.storage, name)
+            spec = self.homes[place.storage].read(f"{name}/{SPEC}")
+            return Other(self.steps(beside).get().value, spec.decode(errors="replace"))
 
         def stamp() -> object:
             beside = [self.steps(self.run(place.storage, name)).get().version for name in view.beside]
@@ -93,7 +95,8 @@ class Site:
         def load() -> Parts:
             seen = data.get().value
             found = self._findings(place, run) if _ended(seen) else None
-            return run_page.page(run, seen, found.value if found else None, view, steps_of)
+            others = {name: other(name) for name in view.beside}
+            return run_page.page(run, seen, found.value if found else None, view, others)
 
         return self._page((place, view), stamp, load, lambda error: run_page.broken(run.name, str(error), view))
 
