@@ -88,7 +88,7 @@ def _sweep(sweep: SweepDir) -> dict[str, Any]:
     }
 
 
-def page(homes: Sequence[Storage], listed: Sequence[list[dict[str, Any]] | StorageError]) -> Parts:
+def page(homes: Sequence[Storage], listed: Sequence[list[dict[str, Any]] | str]) -> Parts:
     """The parts of the page: the heading, and one section for each storage."""
     count = sum(len(one) for one in listed if isinstance(one, list))
     field = tag("label", "show rows with", tag("input", type="search", id="filter", autocomplete="off", size=36))
@@ -105,10 +105,14 @@ def page(homes: Sequence[Storage], listed: Sequence[list[dict[str, Any]] | Stora
     return parts("Runs and sweeps", {"head": head, "find": find, **sections})
 
 
-def _sections(storage: int, uri: str, listed: list[dict[str, Any]] | StorageError) -> dict[str, Markup]:
+def _sections(storage: int, uri: str, listed: list[dict[str, Any]] | str) -> dict[str, Markup]:
     """What runs is a section of its own: only this one is sent again and again."""
-    if isinstance(listed, StorageError) or not listed:
-        words = str(listed) if listed else "There is no run and no sweep yet: raydist train JOB.yaml starts one."
+    if isinstance(listed, str) or not listed:
+        words = (
+            listed
+            if isinstance(listed, str)
+            else "There is no run and no sweep yet: raydist train JOB.yaml starts one."
+        )
         return {f"storage-{storage}": section(uri, missing(words), id=f"storage-{storage}")}
     made = {}
     for name, title, running in (("running", f"{uri}: running", True), ("storage", uri, False)):

@@ -48,6 +48,7 @@
     address.searchParams.set("since", version);
     const answer = await fetch(address, {headers: {Accept: "application/json"}, cache: "no-store"});
     if (answer.status === 401) return say("This address has expired: open the one that raydist dashboard prints.");
+    if (answer.status === 404) return say("This is no longer in the storage.");
     if (!answer.ok) throw new Error(answer.status);
     const told = await answer.json();
     wait = told.again_s * 1000;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from urllib.parse import quote
 
@@ -102,6 +103,23 @@ def test_a_running_run_is_followed(dashboard: Dashboard, browser: Chromium) -> N
                         "return [a.left + a.width / 2, a.top + a.height / 2]; })()")  # fmt: skip
     browser.point(*box)
     assert texts(browser, "#tip div")[0].startswith("step "), "a chart that was replaced shows its values, too"
+
+
+def test_a_run_whose_driver_was_killed_is_lost(dashboard: Dashboard, browser: Chromium) -> None:
+    """In the list and on its page, though none of its files has changed."""
+    run = RunDir(dashboard.home / "killed")
+    with subprocess.Popen(["sleep", "86400"]) as driver:
+        story.write(run, story.events()[:-1], [(1, 0, story.steps(1, 80, 1))])
+        running(run, 80, driver.pid)
+        row = "[...document.querySelectorAll('tr')].find((one) => one.innerText.startsWith('killed'))?.innerText || ''"
+        browser.open(f"{dashboard.address}/run/0/killed")
+        assert texts(browser, "h1") == ["killedrunning"]
+        browser.open(f"{dashboard.address}/")
+        browser.until(f"({row}).includes('running')")
+        driver.kill()
+    browser.until(f"({row}).includes('lost')")
+    browser.open(f"{dashboard.address}/run/0/killed")
+    browser.until("document.querySelector('h1').innerText === 'killedlost'")
 
 
 def test_dragging_over_a_chart_shows_these_steps(dashboard: Dashboard, browser: Chromium) -> None:
