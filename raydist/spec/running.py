@@ -106,6 +106,11 @@ class ParallelSpec(PartWithNewFields):
         return self.pipeline * math.lcm(self.tensor * self.context, self.expert)
 
     @property
+    def replicas_with_experts(self) -> int:
+        """Replicas that share one set of experts; 1 if a replica has a whole one, or several."""
+        return max(self.expert // (self.tensor * self.context), 1)
+
+    @property
     def stages(self) -> int:
         """Parts of the model in a pipeline; 1 without."""
         return self.pipeline * self.chunks

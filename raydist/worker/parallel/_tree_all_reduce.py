@@ -21,28 +21,31 @@ from torch.futures import Future
 
 from raydist.worker.comm import gloo_p2p
 from raydist.worker.comm.compression.lane import Lane
-from raydist.worker.comm.tree import Exchange, Node, room_for
+from raydist.worker.comm.tree import Exchange, Node, Tree, room_for
 from raydist.worker.metrics import collective_counters
 
 
 class TreeAllReduce:
     """All ranks of `group` make one, and call it with the same buckets in the same order.
 
-    `nodes`: of each rank. `aside` False: a call returns with the sum, on CUDA in the caller's stream.
+    `nodes`: of each rank. `aside` False: a call returns with the sum, on CUDA in the caller's stream. `shared`: others send over
+    `group` at the same time.
     """
 
     def __init__(
         self,
-        count: int,
+        tree: Tree,
         nodes: Sequence[Sequence[Node]],
         group: dist.ProcessGroup,
         device: torch.device,
         aside: bool = True,
+        shared: bool = False,
     ) -> None:
-        self._count, self._nodes, self._device = count, nodes, device
+        self._tree, self._nodes, self._device = tree, nodes, device
         self._room = torch.empty(0, device=device)
         ranks = dist.get_process_group_ranks(group)
-        self._groups = [group, dist.new_group(ranks, use_local_synchronization=True)]
+        made = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(1 + shared)]
+        self._groups = made if shared else [group, *made]
         stream = torch.cuda.Stream(device) if device.type == "cuda" and aside else None  # type: ignore[no-untyped-call]
         self._lanes = [Lane(f"tree-{name}", stream, aside) for name in ("exchange", "gather")]
         self._put_at = self._done_at = 0.0
@@ -87,7 +90,7 @@ class TreeAllReduce:
         needed = room_for(self._nodes, sizes[group.rank()])
         if self._room.numel() < needed:
             self._room = torch.empty(needed, dtype=into.dtype, device=self._device)
-        work = Exchange(self._count, self._nodes, [node.view(-1) for node in nodes], sizes, self._room, group)
+        work = Exchange(self._tree, self._nodes, [node.view(-1) for node in nodes], sizes, self._room, group)
         ((_, value),) = work.wait()
         rows[group.rank()].copy_(value)
         return rows

@@ -86,7 +86,9 @@ class Strategy:
                     self._spec.comm, group, self._rank.device, factor=self.loss_factor, aside=True, part=self._mesh.part
                 )
             if self.parts is not None:
-                self._tree = TreeAllReduce(self.parts.count, self.parts.nodes_of_copies(), group, self._rank.device)
+                nodes = self.parts.nodes_of_copies()
+                # The stages of a rank sum over the same ranks, each in a thread of its own.
+                self._tree = TreeAllReduce(self.parts.tree, nodes, group, self._rank.device, shared=self._direct)
             compressed = self._spec.comm.compresses or self._tree is not None
             if compressed or self._spec.precision.reduce != "fp32" or self._spec.offload.optimizer == "cpu":
                 # Through a lambda, because torch compares annotations, and those of this module are strings.
