@@ -252,7 +252,8 @@ class RecoverySpec(Part):
     spike: SpikeSpec = Field(default_factory=lambda: SpikeSpec(), description="When a loss counts as a spike.")
     on_oom: Literal["stop", "shrink_micro_batch"] = Field(
         "shrink_micro_batch",
-        description="After running out of memory: stop, or continue with at most half the micro-batch and more accumulation.",
+        description="After running out of memory: stop, or continue with at most half the micro-batch and more accumulation; with "
+        "train.virtual_ranks the micro-batch stays, and activations are recomputed.",
     )
     data_timeout: float | Literal["auto"] | None = Field(
         "auto",
