@@ -393,7 +393,7 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
 
 
 def _sent_bytes(spec: JobSpec) -> float:
-    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32."""
+    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32, as does auto."""
     if not spec.comm.compresses:
         return _BYTES[spec.precision.reduce]
     plan = compressor_plan(spec.comm.compress)
