@@ -91,7 +91,7 @@ def tensor_traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model,
 
 
 def sent_bytes(spec: JobSpec) -> float:
-    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32."""
+    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32, as does auto."""
     if not spec.comm.compresses:
         return BYTES[spec.precision.reduce]
     plan = compressor_plan(spec.comm.compress)

@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from raydist import registry
-from raydist.extension_plans import buckets, optimizer_plan, strategies, strategy_plan
-from raydist.spec import virtual_ranks
-from raydist.spec.comm import NONE, TORCH, CommSpec
+from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
+from raydist.spec import comm, virtual_ranks
+from raydist.spec.comm import CommSpec
 from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, near_divisors, problem
 from raydist.spec.running import (
     CheckpointSpec,
@@ -149,10 +149,8 @@ class JobSpec(PartWithNewFields):
                           "raise train.global_batch or take fewer workers")  # fmt: skip
         strategy, plan = self.parallel.strategy, strategy_plan(self.parallel.strategy)
         check_spec("parallel", strategy, self)
-        self._compression_fits()
-        self._topology_fits()
+        comm.check(self)
         virtual_ranks.check(self)
-        self._local_steps_fit()
         if self.offload.parameters == "cpu" and plan is not None and "parameters" not in plan.sharded:
             sharding = [s for s in strategies() if "parameters" in getattr(strategy_plan(s), "sharded", ())]
             raise problem("offload.parameters", "cpu", f"needs sharded parameters, and {strategy} keeps them whole",
@@ -166,63 +164,6 @@ class JobSpec(PartWithNewFields):
                           "would read the optimizer's whole state back from offload.optimizer: nvme",
                           "set it to null, or offload.optimizer: cpu")  # fmt: skip
         return self
-
-    def _compression_fits(self) -> None:
-        comm, strategy = self.comm, self.parallel.strategy
-        if not comm.compresses:
-            return
-        plan = strategy_plan(strategy)
-        if plan is None or not plan.compresses:
-            those = [s for s in strategies() if getattr(strategy_plan(s), "compresses", False)]
-            raise problem("comm.compress", comm.compress, f"has no effect with parallel.strategy: {strategy}, which sends "
-                          "gradients its own way", f"take {' or '.join(those)}, or leave comm out")  # fmt: skip
-        if self.precision.reduce != "fp32":
-            raise problem("precision.reduce", self.precision.reduce, f"and comm.compress: {comm.compress} both say how gradients "
-                          "are sent", "leave one of them out")  # fmt: skip
-        if self.parallel.expert > 1:
-            raise problem("comm.compress", comm.compress, f"does not go with parallel.expert: {self.parallel.expert}: ranks with "
-                          "the same experts are others than those that share all else", "leave comm out, or set parallel.expert: 1"
-                          )  # fmt: skip
-
-    def _topology_fits(self) -> None:
-        topology, strategy = self.comm.topology, self.parallel.strategy
-        if topology == TORCH:
-            return
-        for field, value, default, why in (
-            ("comm.compress", self.comm.compress, NONE, "compressed gradients go directly from rank to rank"),
-            ("comm.every", self.comm.every, None, "outer steps go directly from replica to replica"),
-            ("parallel.expert", self.parallel.expert, 1, "ranks with the same experts are others than those that share all else"),
-            ("train.virtual_ranks", self.train.virtual_ranks, None, "its sums have an order of their own"),
-        ):  # fmt: skip
-            if value != default:
-                raise problem(
-                    "comm.topology", topology, f"does not go with {field}: {value}: {why}", "leave one of them out"
-                )
-        if not buckets(strategy):
-            raise problem("comm.topology", topology, f"has no effect with parallel.strategy: {strategy}, which sums gradients its "
-                          f"own way", f"take {' or '.join(s for s in strategies() if buckets(s))}, or leave it out")  # fmt: skip
-
-    def _local_steps_fit(self) -> None:
-        every, parallel = self.comm.every, self.parallel
-        if every is None:
-            return
-        plan = strategy_plan(parallel.strategy)
-        if plan is None or not plan.local_steps:
-            those = [s for s in strategies() if getattr(strategy_plan(s), "local_steps", False)]
-            raise problem("comm.every", every, f"does not go with parallel.strategy: {parallel.strategy}, which splits the state "
-                          "over the replicas that would train apart", f"take {' or '.join(those)}")  # fmt: skip
-        for axis, why in (("expert", "replicas share the experts"), ("context", "replicas share sequences")):
-            if getattr(parallel, axis) > 1:
-                raise problem("comm.every", every, f"does not go with parallel.{axis}: {getattr(parallel, axis)}: {why}",
-                              f"leave comm.every out, or set parallel.{axis}: 1")  # fmt: skip
-        for field in ("optimizer", "parameters"):
-            if (place := getattr(self.offload, field)) != "none":
-                raise problem("comm.every", every, f"does not go with offload.{field}: {place}: outer steps change weights "
-                              "that are on the device", f"leave one of them out, or set offload.{field}: none")  # fmt: skip
-        shard = parallel.shard or 1 if parallel.strategy == "hsdp" else 1
-        if self.cluster.most // parallel.replica // shard < 2:
-            raise problem("comm.every", every, "needs two replicas or more, and cluster.workers: "
-                          f"{self.cluster.most} makes one", "take more workers, or leave comm.every out")  # fmt: skip
 
     def _tensor_fits(self) -> None:
         tensor = self.parallel.tensor
@@ -421,8 +362,7 @@ class JobSpec(PartWithNewFields):
         if self.train.virtual_ranks is not None:  # the shapes of micro-batches change bits
             exclude = tuple(x for x in exclude if x not in virtual_ranks.SHAPES)
         # As with `parallel`, the way of the sums changes rounding alone.
-        comm = self.comm.model_copy(update={"topology": TORCH, "ring": None})
-        plain = self.model_copy(update={"comm": comm})
+        plain = self.model_copy(update={"comm": self.comm.model_copy(update={"topology": comm.TORCH, "ring": None})})
         return {"data.fingerprint": fingerprint, **sequences} | {
             name: sequences.get(name, value)
             for name, value in flatten(plain.model_dump(mode="json")).items()
