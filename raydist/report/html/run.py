@@ -57,7 +57,7 @@ def render(report: Report) -> bytes:
             tag("div", [tag("div", part) for part in (ranks.memory(report), ranks.slowness(report))], class_="charts"),
             id="ranks",
         ),
-        section("Communication", _communication(facts), id="communication"),
+        section("Communication", [_gradients(facts["gradients"]), _communication(facts)], id="communication"),
         section("Incidents", _incidents(facts), id="incidents"),
         section("Attempts", _attempts(facts), id="attempts"),
         section("Spec", folded("the job, resolved", report.spec), id="spec") if report.spec else None,
@@ -130,6 +130,30 @@ def _goodput(report: Report) -> list[Markup | None]:
     )
     unread = missing(facts["not_read"]) if facts["not_read"] else None
     return [tag("p", words), bars.chart("shares of the run's time", parts, pieces), unread]
+
+
+def _gradients(sent: dict[str, Any]) -> list[Markup]:
+    """How gradients were sent, where that was not torch's way."""
+    said = []
+    if chosen := sent["chosen"]:
+        said.append(f"Chosen by trial passes: {chosen['because']}.")
+    if made := sent["compressed"]:
+        error = (
+            f"; half of the steps lost more than {made['error']:.1%} of what they sent"
+            if made["error"] is not None
+            else ""
+        )
+        plain = made["bytes"] + made["saved_bytes"]
+        share = made["bytes"] / plain if plain else 1.0
+        said.append(
+            f"Compressed gradients: rank 0 sent {text.size(made['bytes'])}, {share:.1%} of a ring in fp32{error}."
+        )
+    if outer := sent["outer"]:
+        said.append(
+            f"Replicas trained apart: {outer['local_steps']:,} local steps, {outer['syncs']:,} outer steps that arrived; for these "
+            f"rank 0 sent {text.size(outer['bytes'])} and waited {text.span(outer['waited_seconds'])}."
+        )
+    return [tag("p", line) for line in said]
 
 
 def _communication(facts: dict[str, Any]) -> Markup | list[Markup]:
