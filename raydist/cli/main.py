@@ -23,6 +23,7 @@ from raydist.cli import (
     checkpoint,
     convert,
     crash,
+    dashboard,
     data,
     doctor,
     evaluate,
@@ -70,6 +71,7 @@ profile.register(app)
 doctor.register(app)
 trace.register(app)
 report.register(app)
+dashboard.register(app)
 sample.register(app)
 evaluate.register(app)
 schema.register(app)
@@ -143,6 +145,7 @@ _READING = frozenset(
         "watch",
         "trace",
         "report",
+        "dashboard",
         "sample",
         "checkpoint",
         "schema",

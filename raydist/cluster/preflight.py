@@ -136,11 +136,13 @@ def _check_nodes(spec: JobSpec, alive: Sequence[Mapping[str, Any]], run_uri: str
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     modules = sorted({n.partition(":")[0] for n in (spec.model.name, spec.parallel.strategy) if ":" in n})
+    storage, mark = Storage(run_uri), f".shared-{uuid.uuid4().hex[:8]}"
+    storage.write(mark, b"raydist")
     look = ray.remote(num_cpus=0, max_retries=0)(look_around)
     pending = {
         n["NodeManagerAddress"]: look.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)
-        ).remote(run_uri, dataset, modules, spec.offload.path, spec.snapshot_every, spec.model.hf)
+        ).remote(run_uri, dataset, modules, spec.offload.path, spec.snapshot_every, spec.model.hf, mark)
         for n in alive
     }
     here = versions()
@@ -161,6 +163,7 @@ def _check_nodes(spec: JobSpec, alive: Sequence[Mapping[str, Any]], run_uri: str
                     f"node {ip}: {name} is {there or 'missing'}, the driver's is {here[name]}; install the same"
                 )
         problems += [f"node {ip}: {p}" for p in facts["problems"]]
+    storage.delete(mark)
     return problems
 
 
@@ -204,14 +207,23 @@ def look_around(
     offload_path: str | None = None,
     snapshot_every: int | str | None = None,
     weights: str | None = None,
+    mark: str | None = None,
 ) -> dict[str, Any]:
-    """Runs on one node: its versions, and the problems that a worker would have there."""
+    """Runs on one node: its versions, and the problems that a worker would have there. `mark`: a file of the run's folder that the
+    driver has written.
+    """
     problems = check_offload(offload_path) + check_copies(snapshot_every)
     probe = f".probe-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     try:
         storage = Storage(run_uri)
-        storage.write(probe, b"raydist")
-        storage.delete(probe)
+        if mark is not None and not storage.exists(mark):  # nothing is written into it
+            problems.append(
+                f"{storage.uri} is another folder there: it lacks a file that the driver has just written; use a --storage "
+                "that all nodes share (is it mounted there?)"
+            )
+        else:
+            storage.write(probe, b"raydist")
+            storage.delete(probe)
     except RaydistError as error:
         problems.append(f"{error.message}; use a --storage that every node can write to")
     try:

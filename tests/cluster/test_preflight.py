@@ -122,6 +122,18 @@ def test_a_node_says_all_that_it_lacks(tmp_path: Path) -> None:
     assert found["versions"] == versions()
 
 
+def test_a_node_with_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Its storage can be written, but is not the driver's: one problem, and nothing is written there."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "index.json").write_text("{}")
+    (tmp_path / "run").mkdir()
+    (problem,) = look_around(str(tmp_path / "run"), str(tmp_path / "data"), [], mark=".shared-1")["problems"]
+    assert "is another folder there" in problem
+    assert list((tmp_path / "run").iterdir()) == []
+    (tmp_path / "run" / ".shared-1").touch()
+    assert look_around(str(tmp_path / "run"), str(tmp_path / "data"), [], mark=".shared-1")["problems"] == []
+
+
 def test_a_good_node_has_nothing_to_say(tmp_path: Path) -> None:
     """There are no problems, the check leaves no files, and it returns a version of everything that must agree between nodes."""
     (tmp_path / "data").mkdir()
