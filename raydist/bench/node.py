@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from raydist.bench import topology
 from raydist.errors import RankFailed
 from raydist.launch.rank_main import facts
 from raydist.worker import distributed
+from raydist.worker.comm import links
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.device_clock import Marks
@@ -39,7 +39,7 @@ def measure(config: Mapping[str, Any]) -> dict[str, Any]:
     ranks = gather_json(mine, rank.control)
     pairs: dict[str, Any] = {"between": "nodes", "names": [], "bandwidth": []}
     if rank.world_size > 1:
-        found = topology.measure(rank)
+        found = links.measure(rank)
         pairs = {"between": found.between, "names": found.names, "bandwidth": found.bandwidth}
     distributed.stop(rank)
     return {"backend": rank.backend, "ranks": ranks, "pairs": pairs}

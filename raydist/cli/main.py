@@ -24,6 +24,7 @@ from raydist.cli import (
     checkpoint,
     convert,
     crash,
+    dashboard,
     data,
     deploy,
     doctor,
@@ -72,6 +73,7 @@ profile.register(app)
 doctor.register(app)
 trace.register(app)
 report.register(app)
+dashboard.register(app)
 sample.register(app)
 evaluate.register(app)
 schema.register(app)
@@ -147,6 +149,7 @@ _READING = frozenset(
         "watch",
         "trace",
         "report",
+        "dashboard",
         "sample",
         "checkpoint",
         "schema",

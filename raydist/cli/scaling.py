@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raydist.cli import speed
 from raydist.errors import UsageError
-from raydist.planner import estimate
+from raydist.planner import estimate, shares
 from raydist.planner.facts import Machine
 from raydist.planner.scaling import GPUS, Assumed, Save, forecast
 from raydist.planner.speed import Device, Speed, refusal
@@ -40,7 +40,7 @@ def scaled(
     there is no forecast."""
     strategy, largest = job.parallel.strategy, Machine(GPUS[-1], machine.per_node, machine.device, machine.memory)
     why = device if isinstance(device, str) else refusal(job, largest, device)
-    if why is None and strategy not in estimate.planned(job):
+    if why is None and strategy not in shares.planned(job):
         why = f"the strategy {strategy} has no PLAN"
     if why is not None or isinstance(device, str):
         raise UsageError(f"--scaling forecasts the speed: {why}", "name a GPU, such as --device h100")
@@ -51,7 +51,7 @@ def scaled(
         return estimated(strategy, asked, here, model, device, flops, passes)
 
     def save(here: Machine) -> Save:
-        of_rank = _STATE_BYTES * model.most_trained(job.parallel.pipeline) / estimate.replicas(job, here)
+        of_rank = _STATE_BYTES * model.most_trained(job.parallel.pipeline) / shares.replicas(job, here)
         storage = job.cluster.resources.storage_mb_s
         return Save(of_rank / link, of_rank * min(here.per_node, here.ranks) / (storage * 1e6) if storage else 0.0)
 

@@ -262,7 +262,7 @@ def _without_slow(job: JobSpec, session: Session, run: RunDir, starting: Startin
 def run_logs(run: RunDir) -> Iterator[Path]:
     """The folder for Ray's log files: inside the run's folder if that is local, else a temporary one, copied there at the end."""
     if run.storage.local is not None:
-        yield run.storage.local / LOGS
+        yield run.storage.appendable(f"{LOGS}/driver.log").parent
         return
     with tempfile.TemporaryDirectory(prefix="raydist-logs-") as folder:
         try:

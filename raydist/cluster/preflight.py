@@ -199,10 +199,9 @@ def _check_nodes(
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     modules = sorted({n.partition(":")[0] for n in (spec.model.name, spec.parallel.strategy) if ":" in n})
+    storage, mark = Storage(run_uri), f".shared-{uuid.uuid4().hex[:8]}"
+    storage.write(mark, b"raydist")
     look = ray.remote(num_cpus=0, max_retries=0)(look_around)
-    seen = f".seen-{uuid.uuid4().hex[:8]}"
-    storage = Storage(run_uri)
-    storage.write(seen, b"raydist")
     begun = time.time()
     pending = {
         n["NodeManagerAddress"]: look.options(
@@ -214,7 +213,9 @@ def _check_nodes(
             spec.offload.path,
             spec.snapshot_every,
             spec.model.hf,
-            (n["NodeManagerAddress"], seen, measure),
+            mark,
+            n["NodeManagerAddress"],
+            measure,
         )
         for n in alive
     }
@@ -249,7 +250,7 @@ def _check_nodes(
         if ip in holds:
             facts["problems"] += node_facts.lacks(spec.cluster.resources, has[ip])
         problems += [f"node {ip}: {p}" for p in facts["problems"]]
-    storage.delete(seen)
+    storage.delete(mark)
     return has, problems + [
         f"{line}; install the same" for line in node_facts.odd(has, {"nccl": "NCCL"}) if each["GPU"]
     ]
@@ -299,27 +300,27 @@ def look_around(
     offload_path: str | None = None,
     snapshot_every: int | str | None = None,
     weights: str | None = None,
-    of_cluster: tuple[str, str, bool] | None = None,
+    mark: str | None = None,
+    address: str = "",
+    measure: bool = False,
 ) -> dict[str, Any]:
-    """Runs on one node: its versions, what it has, and the problems that a worker would have there.
-
-    `of_cluster`: the node's address, a file that the driver has written to the run's folder, and whether to measure the storage.
+    """Runs on one node: its versions, what it has, and the problems that a worker would have there. `mark`: a file of the run's
+    folder that the driver has written. `address`: the node's. `measure`: also the speed of the storage.
     """
-    address, seen, measure = of_cluster or ("", "", False)
     has = node_facts.look(address, offload_path)
     problems = check_offload(offload_path) + check_copies(snapshot_every)
     probe = f".probe-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     try:
         storage = Storage(run_uri)
-        storage.write(probe, b"raydist")
-        storage.delete(probe)
-        if seen and not storage.exists(seen):
+        if mark is not None and not storage.exists(mark):  # nothing is written into it
             problems.append(
-                f"{run_uri} is another folder there than on the driver's host: it lacks a file that the driver has just written; "
-                "use a --storage that all nodes share (NFS, s3://...)"
+                f"{storage.uri} is another folder there: it lacks a file that the driver has just written; use a --storage "
+                "that all nodes share (is it mounted there?)"
             )
-        elif measure:
-            has |= _speed(run_uri)
+        else:
+            storage.write(probe, b"raydist")
+            storage.delete(probe)
+            has |= _speed(run_uri) if measure else {}
     except RaydistError as error:
         problems.append(f"{error.message}; use a --storage that every node can write to")
     try:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -33,11 +34,22 @@ def runs(found: list[dict[str, Any]], home: str, because: str, hint: str, out: C
         out.print(Text(f"no runs in {home} ({because})"), soft_wrap=True)
         out.print(Text(f"start one with `raydist train JOB.yaml`, or {hint}"), soft_wrap=True)
         return
-    table = columns("run", "status", "steps>", "loss>", "eval loss>", "tokens/s>")
+    rows = [("run", "status", "steps", "loss", "eval loss", "tokens/s")]
     for run in found:
         losses = (text.loss(run["loss"]), text.loss(run["eval_loss"]), text.rate(run["tokens_per_second"]))
-        table.add_row(run["run"], _status(run["status"]), str(run["steps"]), *losses)
-    out.print(table)
+        rows.append((run["run"], run["status"], str(run["steps"]), *losses))
+    # Not a Table: of thousands of rows it takes seconds, and it breaks long names in two where stdout is no terminal.
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    lines = Text("\n")
+    for number, row in enumerate(rows):
+        padded = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
+        lines.append(f"{row[0]}{padded[0]}  ", "" if number else "bold")
+        lines.append(f"{row[1]}{padded[1]}", _STYLES.get(row[1], "") if number else "bold")
+        rest = "".join(f"  {space}{cell}" for cell, space in zip(row[2:], padded[2:], strict=True))
+        lines.append(f"{rest}\n", "" if number else "bold")
+        if not number:
+            lines.append("─" * (sum(widths) + 2 * len(widths) - 2) + "\n")
+    out.print(lines, soft_wrap=True)
     out.print(where, soft_wrap=True)
 
 

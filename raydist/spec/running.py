@@ -107,6 +107,11 @@ class ParallelSpec(PartWithNewFields):
         return self.pipeline * math.lcm(self.tensor * self.context, self.expert)
 
     @property
+    def replicas_with_experts(self) -> int:
+        """Replicas that share one set of experts; 1 if a replica has a whole one, or several."""
+        return max(self.expert // (self.tensor * self.context), 1)
+
+    @property
     def stages(self) -> int:
         """Parts of the model in a pipeline; 1 without."""
         return self.pipeline * self.chunks
@@ -260,7 +265,8 @@ class RecoverySpec(Part):
     spike: SpikeSpec = Field(default_factory=lambda: SpikeSpec(), description="When a loss counts as a spike.")
     on_oom: Literal["stop", "shrink_micro_batch"] = Field(
         "shrink_micro_batch",
-        description="After running out of memory: stop, or continue with at most half the micro-batch and more accumulation.",
+        description="After running out of memory: stop, or continue with at most half the micro-batch and more accumulation; with "
+        "train.virtual_ranks the micro-batch stays, and activations are recomputed.",
     )
     data_timeout: float | Literal["auto"] | None = Field(
         "auto",

@@ -95,9 +95,11 @@ class Assembly:
         precision.refuse(spec.precision, rank.device)
         self.precision = Precision(spec.precision, rank.device)
         self.loss = build_loss(spec)
-        settled = build.settled(spec, rank, job.run, dataset.vocab_size, self._example, self._note)
+        spec = self.spec = build.settled(
+            spec, rank, job.run, dataset.vocab_size, self._example, self._note, reporter.say if reporter else _silent
+        )
         self.replica = build.replica(spec, self.mesh)  # every rank, if replicas train apart
-        self.strategy = build.build_strategy(settled, self.replica or self.mesh)
+        self.strategy = build.build_strategy(spec, self.replica or self.mesh)
         self.parts = self.feed.parts = build.divide_into_parts(spec, self.mesh, self.strategy)
         self.eval_set = self.feed.eval_set() if spec.eval.every else []
         model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
@@ -133,7 +135,7 @@ class Assembly:
         )  # every rank: names, shapes and holders of all ranks
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.split)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
-        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.compresses)
+        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.aside)
         self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter, self.feed.divide)
         self.noise = self._noise()
         self.outer = Outer(spec.comm, self.replica, shards, self.total) if self.replica else None
@@ -327,6 +329,10 @@ class Assembly:
         batch = self.feed.example(samples)
         with self.precision.autocast():
             return call_model(module, batch).float().sum() if part else self.loss(module, batch)
+
+
+def _silent(kind: str, **data: Any) -> None:
+    """Of ranks that have no reporter."""
 
 
 def due(step: int, every: int | None, ending: bool) -> bool:

@@ -124,6 +124,18 @@ def test_a_node_says_all_that_it_lacks(tmp_path: Path) -> None:
     assert found["versions"] == versions()
 
 
+def test_a_node_with_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Its storage can be written, but is not the driver's: one problem, and nothing is written there."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "index.json").write_text("{}")
+    (tmp_path / "run").mkdir()
+    (problem,) = look_around(str(tmp_path / "run"), str(tmp_path / "data"), [], mark=".shared-1")["problems"]
+    assert "is another folder there" in problem
+    assert list((tmp_path / "run").iterdir()) == []
+    (tmp_path / "run" / ".shared-1").touch()
+    assert look_around(str(tmp_path / "run"), str(tmp_path / "data"), [], mark=".shared-1")["problems"] == []
+
+
 def test_a_good_node_has_nothing_to_say(tmp_path: Path) -> None:
     """There are no problems, the check leaves no files, and it returns a version of everything that must agree between nodes."""
     (tmp_path / "data").mkdir()
@@ -175,17 +187,14 @@ def test_labels_and_addresses_choose_the_nodes() -> None:
     assert "pool=h100: no node has it; the nodes have pool=a (2), pool=b (1)" in problem
 
 
-def test_a_folder_that_is_not_shared_is_found(tmp_path: Path) -> None:
-    """The driver's file is not in the folder that the node sees: it is another one. With it, the storage is measured if asked."""
+def test_the_storage_is_measured_if_asked(tmp_path: Path) -> None:
+    """MB/s and files a second, and no file is left."""
     run, data = tmp_path / "run", tmp_path / "data"
     run.mkdir()
     data.mkdir()
     (data / "index.json").write_text("{}")
-    found = look_around(str(run), str(data), [], of_cluster=("127.0.0.1", ".seen-1", True))
-    (problem,) = found["problems"]
-    assert "is another folder there than on the driver's host" in problem
-    (run / ".seen-1").touch()
-    found = look_around(str(run), str(data), [], of_cluster=("127.0.0.1", ".seen-1", True))
+    assert "storage_mb_s" not in look_around(str(run), str(data), [])["has"]
+    found = look_around(str(run), str(data), [], address="127.0.0.1", measure=True)
     assert found["problems"] == []
     assert found["has"]["storage_mb_s"] > 0 < found["has"]["storage_iops"]
-    assert [path.name for path in run.iterdir()] == [".seen-1"]
+    assert list(run.iterdir()) == []
