@@ -27,6 +27,7 @@ from raydist.errors import UserError
 from raydist.launch.fork_server import start_zygote
 from raydist.private_files import is_private_folder, open_private
 from raydist.run.directory import default_storage
+from raydist.storage import opener
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 _TEMP_PREFIX = "raydist-"
@@ -324,6 +325,7 @@ def _remove_unused(temp: Path) -> None:
 def _keep_logs(temp: Path, kept: Path) -> None:
     for logs in temp.glob("session_2*/logs"):
         shutil.copytree(logs, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("old"))
+        kept.chmod(kept.parent.stat().st_mode & 0o777)
 
 
 @contextlib.contextmanager
@@ -352,7 +354,7 @@ def _quiet(path: Path) -> Iterator[None]:
     import ray  # noqa: F401  # the import adds a handler to Ray's logger, which is then replaced
 
     sys.stderr.flush()
-    with path.open("a", buffering=1) as file, contextlib.ExitStack() as stack:
+    with open(path, "a", buffering=1, opener=opener) as file, contextlib.ExitStack() as stack:
         kept = os.dup(2)
         stack.callback(os.close, kept)
         if _fileno(sys.stderr) == 2:

@@ -14,6 +14,7 @@ Runs anywhere.
         requests/trace-0001.json              requests to the run while it trains (raydist/run/requests.py)
         traces/0001.json.gz                   the result of `raydist trace`; traces/0001/ has each rank's part
         buckets/*.json                        the size of DDP's buckets, for each number of ranks (parallel.bucket_mb: auto)
+        comm/*.json                           what comm left to measurement, for each number of ranks (docs/how-to/communication.md)
         report.html                           the result of `raydist report`
         checkpoints/step-00000200/MANIFEST-0001.json and shards; 0001 is the attempt that saved it
         attempts/0002.json                    attempt 2 has started: earlier attempts may not commit any more
@@ -40,7 +41,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from raydist.errors import RunNotFound, UsageError
+from raydist.errors import RunNotFound, StorageError, UsageError
 from raydist.parsing import quoted
 from raydist.run import storage_choice
 from raydist.storage import Storage
@@ -49,7 +50,7 @@ SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
     "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
 )  # fmt: skip
 CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "drivers", "faults", "drift"
-BUCKETS, SAMPLES, REQUESTS, TRACES, REPORT = "buckets", "samples", "requests", "traces", "report.html"
+BUCKETS, COMM, SAMPLES, REQUESTS, TRACES, REPORT = "buckets", "comm", "samples", "requests", "traces", "report.html"
 DATA = ".data"
 """In the folder of the runs: corpora that raydist prepared automatically."""
 SWEEP_CELLS = "cells.jsonl"
@@ -60,12 +61,14 @@ TUNED = ".tuned"
 _DELETED = frozenset(
     [
         SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER, CHECKPOINTS, FAULTS, DRIFT, BUCKETS, SAMPLES, REQUESTS, TRACES,
-        REPORT, "export.jsonl", "mlflow.json",
+        REPORT, COMM, "export.jsonl", "mlflow.json",
     ]
 )  # fmt: skip
 """What `start_anew` deletes: all that raydist writes into a run's folder, but ATTEMPTS and DRIVERS."""
 _UNFINISHED = tuple(f".tmp-{name}" for name in (SPEC, STATE, EVENTS, REPORT))
 
+NOTE_S = 60.0
+"""How long a note that one node has written may take to be seen on another."""
 LONGEST_NAME = 1024
 """Characters of the name, path or URI of a run."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -127,8 +130,8 @@ class Lineage:
 class Folder:
     """A folder of a run or of a sweep, by path or URI. Opening it neither creates nor checks anything.
 
-    A local folder is created with mode 0700: its files have texts of the training data and the environment. To share it, change
-    its mode; raydist does not change it again.
+    A local folder is created with mode 0700, and its files with mode 0600: they have texts of the training data and the
+    environment. To share it, change its mode; raydist does not change it again, and new files get its permissions for others.
     """
 
     def __init__(self, uri: str | os.PathLike[str] | Storage) -> None:
@@ -243,6 +246,22 @@ def resume_attempt(run: RunDir, number: int, step: int) -> None:
         )
     body = {"attempt": number, "step": step, "at": time.time()}
     run.storage.write(f"{ATTEMPTS}/{number:04d}-from-{step:08d}.json", json.dumps(body).encode())
+
+
+def await_attempt(run: RunDir, number: int, wait_s: float = NOTE_S) -> None:
+    """Returns once the note of attempt `number`, which the driver has written, can be seen from here.
+
+    If a node has not mounted the storage, or mounts another one, its folder looks like that of a new run. Raises StorageError after
+    `wait_s`; NFS may show a new file that late.
+    """
+    deadline, name = time.monotonic() + wait_s, f"{ATTEMPTS}/{number:04d}.json"
+    while run.storage.size(name) is None:
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"{run.uri} on {socket.gethostname()} does not have {name}, which the driver has written: it is another folder",
+                "is its file system mounted there? All nodes need the same --storage",
+            )
+        time.sleep(min(1.0, wait_s))
 
 
 def start_anew(run: RunDir) -> None:

@@ -166,3 +166,6 @@ def test_a_live_run_and_another_user_of_the_host(project: Any) -> None:
     assert process.returncode == 0, told
     assert project.show("held")["steps"] == 12
     assert len(project.show("held")["attempts"]) == 1, "it was not even restarted"
+    ray_logs = run / "logs" / "ray"
+    readable = [p for p in run.rglob("*") if ray_logs not in p.parents and p.stat().st_mode & 0o077]
+    assert readable == []
