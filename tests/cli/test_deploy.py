@@ -114,6 +114,8 @@ def test_kuberay(job: Any) -> None:
     assert {volume.name for volume in pod.volumes} == {mount.name for mount in container.volume_mounts}
     (shm,) = [volume.empty_dir for volume in pod.volumes if volume.empty_dir is not None]
     assert shm.size_limit == "200Gi"
+    assert pod.security_context is not None, "the image's user may write to the claim"
+    assert pod.security_context.fs_group == 1000
     assert pod.node_selector == {"pool": "a"}
     assert [(t.key, t.operator, t.value, t.effect) for t in pod.tolerations or []] == [
         ("gpu", "Equal", "yes", "NoSchedule"), ("spot", "Exists", None, None),
