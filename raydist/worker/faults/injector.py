@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -32,6 +33,7 @@ from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import RunDir
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
+from raydist.worker.faults import InjectedError, host_pressure
 from raydist.worker.faults.faulty_storage import Illness, ill_storage
 from raydist.worker.parallel._model_graph import plain_name
 
@@ -39,10 +41,6 @@ _WAIT_S = 60.0
 """The time to wait for the driver to inject a fault, and for the commit of a checkpoint to damage."""
 _POLL_S = 0.02
 _HOG_BYTES = 64 << 20
-
-
-class InjectedError(Exception):
-    """Raised by `fault: raise`, like a bug in the user's code; also if a fault cannot be injected."""
 
 
 class Injector:
@@ -65,6 +63,9 @@ class Injector:
         self._slow: list[tuple[int, float]] = []
         """(last step, seconds) of slow ranks."""
         self._slept = 0
+        self._slow_data: list[tuple[int, float]] = []
+        self._garbage: list[tuple[int, list[Any]]] = []
+        """(last step, objects that are kept) of faults of the garbage collector."""
         self._ill = Illness()
         if any(isinstance(fault, faults.StorageFault) for _, fault in self._due):
             run.storage = ill_storage(run.full_uri, self._ill)
@@ -89,9 +90,10 @@ class Injector:
                     if not self._claim(name, fault):
                         continue
                     if isinstance(fault, faults.SlowData):
-                        time.sleep(fault.seconds)
+                        self._slow_data.append((step + fault.steps - 1, fault.seconds))
                     else:
                         threading.Event().wait()
+            time.sleep(sum(seconds for last, seconds in self._slow_data if step <= last))
             return made(batch)
 
         return slowly
@@ -110,6 +112,9 @@ class Injector:
         if phase == "forward" and self._slept != step:
             self._slept = step
             time.sleep(sum(seconds for last, seconds in self._slow if step <= last))
+            self._garbage = [one for one in self._garbage if step <= one[0]]
+            if self._garbage:
+                gc.collect()
 
     def _claim(self, name: str, fault: Fault) -> str | None:
         """Writes the note of a fault, which is durable before the fault happens; None if it has happened `times` times."""
@@ -145,6 +150,14 @@ class Injector:
                 raise InjectedError(message)
             case faults.Suspend():
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case faults.Pause(seconds=stop, gap=gap, stops=stops):
+                host_pressure.pause(stop, gap, stops)
+            case faults.CpuHog(seconds=hog, processes=processes):
+                host_pressure.hog(hog, processes)
+            case faults.CpuQuota(seconds=held, cpus=cpus):
+                host_pressure.quota(held, cpus)
+            case faults.Garbage(objects=objects, steps=steps):
+                self._garbage.append((fault.step + steps - 1, [[] for _ in range(objects)]))
             case faults.HoldGil(seconds=seconds):
                 _hold_gil(seconds)
             case faults.Deadlock():
