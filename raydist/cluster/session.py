@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-from raydist.cluster import authentication, head_monitor, package, private_head
+from raydist.cluster import authentication, head_monitor, package, private_head, ray_worker
 from raydist.cluster.head_monitor import speaks_grpc
 from raydist.errors import ClusterUnreachable, UserError
 from raydist.launch.fork_server import start_zygote
@@ -59,6 +59,8 @@ _DRIVER = {
     # After 60 s without the head Ray would exit this process abruptly; cluster/head_monitor.py watches the head instead.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
 }
+_OF_OTHERS = ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_ID", "RAY_RAYLET_PID")
+"""What this process has where it runs in a job or a worker of another Ray."""
 _LEFT_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE", "RAY_ADDRESS")
 _TOKEN = secrets.token_hex(32)  # for this process's private Ray: no other user of the host can run code in it
 
@@ -78,7 +80,7 @@ class Session:
     temp_dir: Path
     job_id: str
     processes: Mapping[str, int] = field(default_factory=dict)
-    """Of a private Ray: "GCS" and "raylet" -> pid."""
+    """Of a private Ray: "GCS", "raylet" and "zygote", from which Ray's workers are forked -> pid."""
 
 
 def worker_environment(threads: int = 1) -> dict[str, str]:
@@ -176,9 +178,12 @@ def _private(
             zygote = start_zygote(own, ranks)  # first, because its imports take longest
             stack.callback(zygote.close)
             variables |= zygote.variables
-        stack.callback(authentication.reread)  # runs after os.environ is restored: back to the earlier mode and token
+        stack.callback(_back_to_earlier_token)  # runs after os.environ is restored
         # An outer cluster's RAY_ADDRESS would take precedence over ours wherever Ray looks for "the" cluster.
-        stack.enter_context(_environment(variables, without=("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")))
+        stack.enter_context(_environment(variables, without=_OF_OTHERS))
+        workers = ray_worker.start_zygote(own, env)
+        stack.callback(workers.close)
+        stack.enter_context(_environment(workers.variables))
         import ray
 
         authentication.reread()
@@ -192,7 +197,14 @@ def _private(
         processes = local_ray.pids(node)
         stack.callback(_leave_private, processes)
         os.environ["RAY_ADDRESS"] = node.address
-        yield replace(_session(context.address_info, private=True, temp=temp), processes=processes)
+        opened = _session(context.address_info, private=True, temp=temp)
+        yield replace(opened, processes={**processes, private_head.ZYGOTE: workers.pid})
+
+
+def _back_to_earlier_token() -> None:
+    """Not where the head is lost: Ray's client is still connected, and one of its threads would print the head's refusal."""
+    if not head_monitor.lost:
+        authentication.reread()
 
 
 def _leave_private(processes: Mapping[str, int]) -> None:
