@@ -403,6 +403,25 @@ class Cluster:
         self.wait_until(lambda: host.name in self.node_ids())
         return self.node_ids()[host.name]
 
+    def make_whole(self) -> None:
+        """Adds each host that is no node now, so that every host is one."""
+        lost = [host for host in self.hosts if host.name not in self.node_ids()]
+        for host in self.hosts:
+            if not host.up and host not in lost:
+                self.wait_until(lambda host=host: host.name not in self.node_ids())  # type: ignore[misc]
+                lost.append(host)
+        for host in lost:
+            host.kill()
+            self.add_node(host)
+
+    def describe(self) -> str:
+        """The state of Ray, for the message of a failed test: its nodes, and what its head has logged about lost ones."""
+        search = (
+            "grep -hiE 'health check|dead|unreachable|lost' /run/ray/session_latest/logs/gcs_server.out | tail -n 30"
+        )
+        logged = self.hosts[0].run(["sh", "-c", search]).stdout
+        return f"Ray's nodes: {self.nodes()}\nIts head's log:\n{logged}"
+
     def kill_node(self, host: Host) -> None:
         """All processes of the host die at once. The head notices later: use `wait_until`."""
         host.kill()

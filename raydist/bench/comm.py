@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import nn
 
 from raydist import registry
-from raydist.bench import collectives, predict, topology
+from raydist.bench import collectives, predict
 from raydist.bench.options import Ask, read
 from raydist.data.batches import MicroBatch
 from raydist.errors import RankFailed, RaydistError, UserError
 from raydist.launch.rank_main import facts
 from raydist.spec import JobSpec, parse
 from raydist.worker import distributed
+from raydist.worker.comm import links
 from raydist.worker.comm.buckets import choose
 from raydist.worker.comm.buckets.measure import slowest
 from raydist.worker.comm.json_gather import gather_json
@@ -70,7 +71,7 @@ def run(ask: Ask, rank: Rank) -> dict[str, Any]:
         for dtype in ask.dtypes
         for size in collectives.sizes(ask.least, ask.most, ask.factor)
     ]
-    found = topology.measure(rank)
+    found = links.measure(rank)
     gradients = None
     if ask.gradients is not None:
         took, of = all_reduce(ask.gradients, rank)

@@ -104,6 +104,39 @@ class Suspend(AtPhase):
     fault: Literal["suspend"] = "suspend"
 
 
+class Pause(AtPhase):
+    """SIGSTOP and SIGCONT from another process, again and again."""
+
+    fault: Literal["pause"] = "pause"
+    seconds: float = Field(0.5, gt=0, description="Duration of each stop.")
+    gap: float = Field(0.5, gt=0, description="Seconds between two stops.")
+    stops: int = Field(20, ge=1, description="Number of stops.")
+
+
+class CpuHog(AtPhase):
+    """Processes that compute on the one processor that the rank is then limited to."""
+
+    fault: Literal["cpu_hog"] = "cpu_hog"
+    seconds: float = Field(30, gt=0, description="Duration.")
+    processes: int = Field(2, ge=1, description="Number of processes.")
+
+
+class CpuQuota(AtPhase):
+    """A CPU quota of a control group for the rank alone. Needs root, and a writable /sys/fs/cgroup."""
+
+    fault: Literal["cpu_quota"] = "cpu_quota"
+    seconds: float = Field(30, gt=0, description="Duration.")
+    cpus: float = Field(0.2, ge=0.01, description="Processors that the rank may use.")
+
+
+class Garbage(AtPhase):
+    """Python's garbage collector runs in each step, with many objects."""
+
+    fault: Literal["garbage"] = "garbage"
+    objects: int = Field(1_000_000, ge=1, description="Objects that are kept.")
+    steps: int = Field(1, ge=1, description="Number of steps.")
+
+
 class HoldGil(AtPhase):
     """Native code that holds Python's GIL: no other thread of the rank runs."""
 
@@ -232,6 +265,7 @@ class SlowData(OfRank):
 
     fault: Literal["slow_data"] = "slow_data"
     seconds: float = Field(gt=0, description="Delay in seconds.")
+    steps: int = Field(1, ge=1, description="Number of steps.")
 
 
 class StuckData(OfRank):

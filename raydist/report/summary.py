@@ -6,9 +6,9 @@ Runs anywhere. Must not import torch or ray. docs/reference/records.md is the in
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -22,6 +22,7 @@ from raydist.run.log import Segment, merge, plain, read_events, read_segments, r
 from raydist.run.status import read_state
 from raydist.storage import Storage
 
+T = TypeVar("T")
 _REQUESTS = 32
 """Of `runs` to remote storage at the same time."""
 
@@ -60,13 +61,16 @@ def runs(storage: str | None = None) -> list[dict[str, Any]]:
     whose files cannot be read is "damaged", with the reason on stderr. Raises StorageError.
     """
     home = Storage(storage or default_storage())
+    return [row for row in of_each(home, lambda name: _row(home, name)) if row is not None]
+
+
+def of_each(home: Storage, read: Callable[[str], T]) -> list[T]:
+    """What `read` returns for the name of each folder that may be a run or a sweep, in order."""
     names = [name for name in home.folders() if not name.startswith(".")]
     if home.local is not None:
-        rows = [_row(home, name) for name in names]
-    else:  # each request to an object store takes tens of milliseconds
-        with ThreadPoolExecutor(_REQUESTS) as pool:
-            rows = list(pool.map(lambda name: _row(home, name), names))
-    return [row for row in rows if row is not None]
+        return [read(name) for name in names]
+    with ThreadPoolExecutor(_REQUESTS) as pool:  # each request to an object store takes tens of milliseconds
+        return list(pool.map(read, names))
 
 
 def _row(home: Storage, name: str) -> dict[str, Any] | None:
@@ -75,21 +79,20 @@ def _row(home: Storage, name: str) -> dict[str, Any] | None:
         return None
     run = RunDir(home.at(name))
     try:
-        state = read_state(run)
-        if "step" not in state:
-            # Trained without a monitor (launch.standalone): read its records.
-            facts = show(run)
-            state = {**facts, "step": facts["steps"]}
+        return row(run, read_state(run))
     except StorageError as error:  # one run's file must not hide the others
         print(f"raydist: {error}", file=sys.stderr)
-        state = {"status": "damaged", "step": None}
-    return {
-        "run": run.name,
-        "path": run.uri,
-        "status": state["status"],
-        "steps": state["step"],
-        **{key: state.get(key) for key in ("loss", "eval_loss", "tokens_per_second")},
-    }
+        return row(run, {"status": "damaged", "step": None})
+
+
+def row(run: RunDir, state: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of `runs`. `state`: of `read_state`. Raises StorageError."""
+    if "step" not in state:
+        # Trained without a monitor (launch.standalone): read its records.
+        facts = show(run)
+        state = {**facts, "step": facts["steps"]}
+    figures = {key: state.get(key) for key in ("loss", "eval_loss", "tokens_per_second")}
+    return {"run": run.name, "path": run.uri, "status": state["status"], "steps": state["step"], **figures}
 
 
 def steps(run: RunDir) -> Iterator[dict[str, Any]]:

@@ -141,6 +141,8 @@ def _line(what: Event) -> str:
             stages = f"pipeline of {len(data['blocks'])} stages on {data['ranks']} ranks, {data['micro_batches']} micro-batches"
             better = " or ".join(f"{one['set']} makes it {one['bubble']:.0%}" for one in data["better"])
             return f"{stages}: ranks wait {data['bubble']:.0%} of the passes' time{better and '; ' + better}"
+        case "comm_chosen":
+            return f"comm: auto: {data['because']}"
         case "non_finite":
             return f"{data['cause']}: {_ACTIONS[data['action']]}"
         case "loss_spike":

@@ -14,6 +14,7 @@ Runs anywhere.
         requests/trace-0001.json              requests to the run while it trains (raydist/run/requests.py)
         traces/0001.json.gz                   the result of `raydist trace`; traces/0001/ has each rank's part
         buckets/*.json                        the size of DDP's buckets, for each number of ranks (parallel.bucket_mb: auto)
+        comm/*.json                           what comm left to measurement, for each number of ranks (docs/how-to/communication.md)
         report.html                           the result of `raydist report`
         checkpoints/step-00000200/MANIFEST-0001.json and shards; 0001 is the attempt that saved it
         attempts/0002.json                    attempt 2 has started: earlier attempts may not commit any more
@@ -49,7 +50,7 @@ SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
     "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
 )  # fmt: skip
 CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "drivers", "faults", "drift"
-BUCKETS, SAMPLES, REQUESTS, TRACES, REPORT = "buckets", "samples", "requests", "traces", "report.html"
+BUCKETS, COMM, SAMPLES, REQUESTS, TRACES, REPORT = "buckets", "comm", "samples", "requests", "traces", "report.html"
 DATA = ".data"
 """In the folder of the runs: corpora that raydist prepared automatically."""
 SWEEP_CELLS = "cells.jsonl"
@@ -60,7 +61,7 @@ TUNED = ".tuned"
 _DELETED = frozenset(
     [
         SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER, CHECKPOINTS, FAULTS, DRIFT, BUCKETS, SAMPLES, REQUESTS, TRACES,
-        REPORT, "export.jsonl", "mlflow.json",
+        REPORT, COMM, "export.jsonl", "mlflow.json",
     ]
 )  # fmt: skip
 """What `start_anew` deletes: all that raydist writes into a run's folder, but ATTEMPTS and DRIVERS."""

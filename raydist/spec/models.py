@@ -13,9 +13,9 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
-from raydist.spec import virtual_ranks
+from raydist.spec import comm, mesh, virtual_ranks
 from raydist.spec.comm import CommSpec
-from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, near_divisors, problem
+from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, problem
 from raydist.spec.running import (
     CheckpointSpec,
     ClusterSpec,
@@ -132,11 +132,7 @@ class JobSpec(PartWithNewFields):
             )
         if (check := registry.described("model", self.model.name, "check_job")) is not None:
             check(self)
-        self._tensor_fits()
-        self._context_fits()
-        self._pipeline_fits()
-        self._experts_fit()
-        self._replicas_fit()
+        mesh.check(self)
         self._batching_fits()
         if self._by_tokens is None and self.cluster.most // self.parallel.replica > self.train.global_batch:
             what = (
@@ -149,9 +145,8 @@ class JobSpec(PartWithNewFields):
                           "raise train.global_batch or take fewer workers")  # fmt: skip
         strategy, plan = self.parallel.strategy, strategy_plan(self.parallel.strategy)
         check_spec("parallel", strategy, self)
-        self._compression_fits()
+        comm.check(self)
         virtual_ranks.check(self)
-        self._local_steps_fit()
         if self.offload.parameters == "cpu" and plan is not None and "parameters" not in plan.sharded:
             sharding = [s for s in strategies() if "parameters" in getattr(strategy_plan(s), "sharded", ())]
             raise problem("offload.parameters", "cpu", f"needs sharded parameters, and {strategy} keeps them whole",
@@ -165,147 +160,6 @@ class JobSpec(PartWithNewFields):
                           "would read the optimizer's whole state back from offload.optimizer: nvme",
                           "set it to null, or offload.optimizer: cpu")  # fmt: skip
         return self
-
-    def _compression_fits(self) -> None:
-        comm, strategy = self.comm, self.parallel.strategy
-        if not comm.compresses:
-            return
-        plan = strategy_plan(strategy)
-        if plan is None or not plan.compresses:
-            those = [s for s in strategies() if getattr(strategy_plan(s), "compresses", False)]
-            raise problem("comm.compress", comm.compress, f"has no effect with parallel.strategy: {strategy}, which sends "
-                          "gradients its own way", f"take {' or '.join(those)}, or leave comm out")  # fmt: skip
-        if self.precision.reduce != "fp32":
-            raise problem("precision.reduce", self.precision.reduce, f"and comm.compress: {comm.compress} both say how gradients "
-                          "are sent", "leave one of them out")  # fmt: skip
-        if self.parallel.expert > 1:
-            raise problem("comm.compress", comm.compress, f"does not go with parallel.expert: {self.parallel.expert}: ranks with "
-                          "the same experts are others than those that share all else", "leave comm out, or set parallel.expert: 1"
-                          )  # fmt: skip
-
-    def _local_steps_fit(self) -> None:
-        every, parallel = self.comm.every, self.parallel
-        if every is None:
-            return
-        plan = strategy_plan(parallel.strategy)
-        if plan is None or not plan.local_steps:
-            those = [s for s in strategies() if getattr(strategy_plan(s), "local_steps", False)]
-            raise problem("comm.every", every, f"does not go with parallel.strategy: {parallel.strategy}, which splits the state "
-                          "over the replicas that would train apart", f"take {' or '.join(those)}")  # fmt: skip
-        for axis, why in (("expert", "replicas share the experts"), ("context", "replicas share sequences")):
-            if getattr(parallel, axis) > 1:
-                raise problem("comm.every", every, f"does not go with parallel.{axis}: {getattr(parallel, axis)}: {why}",
-                              f"leave comm.every out, or set parallel.{axis}: 1")  # fmt: skip
-        for field in ("optimizer", "parameters"):
-            if (place := getattr(self.offload, field)) != "none":
-                raise problem("comm.every", every, f"does not go with offload.{field}: {place}: outer steps change weights "
-                              "that are on the device", f"leave one of them out, or set offload.{field}: none")  # fmt: skip
-        shard = parallel.shard or 1 if parallel.strategy == "hsdp" else 1
-        if self.cluster.most // parallel.replica // shard < 2:
-            raise problem("comm.every", every, "needs two replicas or more, and cluster.workers: "
-                          f"{self.cluster.most} makes one", "take more workers, or leave comm.every out")  # fmt: skip
-
-    def _tensor_fits(self) -> None:
-        tensor = self.parallel.tensor
-        if tensor == 1:
-            return
-        check = registry.described("model", self.model.name, "check_tensor")
-        if check is None:
-            raise problem("parallel.tensor", tensor, f"needs a model with rules how it is split; {self.model.name} has none",
-                          "add check_tensor and tensor_rules to the model (docs/reference/models.md), or set 1")  # fmt: skip
-        try:
-            check(self.model, tensor)
-        except SpecValueError as error:  # its field is relative to the model
-            raise problem(f"model.{error.field}", error.value, error.what, error.remedy) from None
-        if self.model.context % tensor:
-            raise problem("parallel.tensor", tensor, f"does not divide model.context {self.model.context}",
-                          near_divisors(self.model.context, tensor))  # fmt: skip
-        if self.cluster.spares % self.parallel.together:  # an odd spare would shift the ranks behind it to another node
-            raise problem("cluster.spares", self.cluster.spares, f"is no multiple of parallel.tensor: {tensor}",
-                          f"set it to a multiple of {tensor}, so that tensor groups stay on one node")  # fmt: skip
-        optimizer = optimizer_plan(self.optim.name)
-        if optimizer is not None and optimizer.whole_matrices:
-            raise problem("parallel.tensor", tensor, f"splits matrices, and optim.name: {self.optim.name} needs whole ones",
-                          "use adamw, or set 1")  # fmt: skip
-
-    def _context_fits(self) -> None:
-        parallel = self.parallel
-        context, ranks = parallel.context, parallel.context * parallel.tensor
-        if context == 1:
-            return
-        check = registry.described("model", self.model.name, "check_context")
-        if check is None:
-            raise problem("parallel.context", context, f"needs a model that shares sequences; {self.model.name} does not say so",
-                          "add check_context to the model (docs/reference/models.md), or set 1")  # fmt: skip
-        try:
-            check(self.model, parallel.tensor, context)
-        except SpecValueError as error:  # its field is relative to the model
-            raise problem(f"model.{error.field}", error.value, error.what, error.remedy) from None
-        if self.model.context % ranks:
-            times = f"times tensor: {parallel.tensor} " if parallel.tensor > 1 else ""
-            raise problem("parallel.context", context, f"{times}does not divide model.context {self.model.context}",
-                          f"set model.context to a multiple of {ranks}, or take fewer ranks")  # fmt: skip
-
-    def _pipeline_fits(self) -> None:
-        parallel = self.parallel
-        pipeline, stages, cut = parallel.pipeline, parallel.stages, parallel.pipeline_cut
-        if pipeline == 1:
-            for field, value in (("chunks", parallel.chunks != 1), ("pipeline_cut", cut is not None)):
-                if value:
-                    raise problem(f"parallel.{field}", getattr(parallel, field), "needs stages on several ranks",
-                                  f"set parallel.pipeline: 2 or more, or leave {field} out")  # fmt: skip
-            return
-        if cut is not None and len(cut) != stages:
-            raise problem("parallel.pipeline_cut", cut, f"has {len(cut)} numbers for {stages} stages (pipeline x chunks)",
-                          "give the number of blocks of each stage")  # fmt: skip
-        if self.model.name in registry.names("model"):  # of others only the worker knows the blocks
-            layers = self.model.layers
-            if stages > layers:
-                raise problem("parallel.pipeline", pipeline,
-                              f"makes {stages} stages (pipeline x chunks), and the model has {layers} blocks (model.layers)",
-                              "take fewer stages or more layers")  # fmt: skip
-            if cut is not None and sum(cut) != layers:
-                raise problem("parallel.pipeline_cut", cut, f"has {sum(cut)} blocks in all, and the model has {layers}",
-                              "give the number of blocks of each stage")  # fmt: skip
-        if self.train.compile is True:
-            raise problem("train.compile", True, "compiles the whole model, and with parallel.pipeline no rank has it",
-                          "set train.compile: blocks")  # fmt: skip
-
-    def _experts_fit(self) -> None:
-        expert = self.parallel.expert
-        if expert == 1:
-            return
-        count = registry.described("model", self.model.name, "experts")
-        if count is None:
-            raise problem("parallel.expert", expert, f"needs a model with experts, and {self.model.name} has none",
-                          "set 1, or take a model whose file has `experts` (docs/reference/models.md)")  # fmt: skip
-        if count(self.model) % expert:
-            raise problem("parallel.expert", expert, f"does not divide the {count(self.model)} experts of a layer",
-                          near_divisors(count(self.model), expert))  # fmt: skip
-        optimizer = optimizer_plan(self.optim.name)
-        if optimizer is not None and optimizer.whole_matrices:
-            raise problem("parallel.expert", expert, f"needs an optimizer that works element by element, not {self.optim.name}",
-                          "use adamw, or set 1")  # fmt: skip
-
-    def _replicas_fit(self) -> None:
-        parallel, cluster = self.parallel, self.cluster
-        for workers in sorted({cluster.least, cluster.most}):
-            if workers % parallel.unit == 0:
-                continue
-            if workers % parallel.replica == 0:
-                raise problem("parallel.expert", parallel.expert,
-                              f"does not divide the {workers // parallel.pipeline} workers of a stage",
-                              f"set cluster.workers to a multiple of {parallel.unit}")  # fmt: skip
-            axes = [axis for axis in ("pipeline", "context", "tensor") if getattr(parallel, axis) > 1]
-            axis, *others = axes
-            size = getattr(parallel, axis)
-            if not others:
-                what, remedy = f"does not divide the {workers} workers", near_divisors(workers, size)
-            else:
-                times = " ".join(f"times {other}: {getattr(parallel, other)}" for other in others)
-                what = f"{times} does not divide the {workers} workers"
-                remedy = f"set cluster.workers to a multiple of {parallel.replica}"
-            raise problem(f"parallel.{axis}", size, what, remedy)
 
     def _batching_fits(self) -> None:
         batching = self.data.batching
@@ -401,9 +255,11 @@ class JobSpec(PartWithNewFields):
         exclude = self.numbers_exclude
         if self.train.virtual_ranks is not None:  # the shapes of micro-batches change bits
             exclude = tuple(x for x in exclude if x not in virtual_ranks.SHAPES)
+        # As with `parallel`, the way of the sums changes rounding alone.
+        plain = self.model_copy(update={"comm": self.comm.model_copy(update={"topology": comm.TORCH, "ring": None})})
         return {"data.fingerprint": fingerprint, **sequences} | {
             name: sequences.get(name, value)
-            for name, value in flatten(self.model_dump(mode="json")).items()
+            for name, value in flatten(plain.model_dump(mode="json")).items()
             if not any(name == x or name.startswith(x + ".") for x in exclude)
         }
 

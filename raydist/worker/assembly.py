@@ -80,7 +80,7 @@ class Assembly:
         self.injector = _injector(job, rank) if job.faults else None
         phases = heartbeat
         heartbeat = self.injector.watch(heartbeat) if self.injector else heartbeat
-        self.heartbeat, self.startup = heartbeat, startup
+        self.heartbeat, self.startup, self.telemetry = heartbeat, startup, telemetry
         # Data: every rank opens it; nothing is sent.
         dataset = TokenDataset(job.dataset)
         self.mesh = Mesh.of(spec, rank)  # every rank, if a replica has several
@@ -95,9 +95,11 @@ class Assembly:
         precision.refuse(spec.precision, rank.device)
         self.precision = Precision(spec.precision, rank.device)
         self.loss = build_loss(spec)
-        settled = build.settled(spec, rank, job.run, dataset.vocab_size, self._example, self._note)
+        spec = self.spec = build.settled(
+            spec, rank, job.run, dataset.vocab_size, self._example, self._note, reporter.say if reporter else _silent
+        )
         self.replica = build.replica(spec, self.mesh)  # every rank, if replicas train apart
-        self.strategy = build.build_strategy(settled, self.replica or self.mesh)
+        self.strategy = build.build_strategy(spec, self.replica or self.mesh)
         self.parts = self.feed.parts = build.divide_into_parts(spec, self.mesh, self.strategy)
         self.eval_set = self.feed.eval_set() if spec.eval.every else []
         model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
@@ -133,7 +135,7 @@ class Assembly:
         )  # every rank: names, shapes and holders of all ranks
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.split)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
-        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.compresses)
+        self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.aside)
         self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter, self.feed.divide)
         self.noise = self._noise()
         self.outer = Outer(spec.comm, self.replica, shards, self.total) if self.replica else None
@@ -190,7 +192,7 @@ class Assembly:
         self.last = min(self.total, job.until or self.total)
         self.replica_check = self._replica_check(model, parameters) if spec.train.check_replicas else None
         meter = MemoryMeter(rank.device, model, shards, self.optimizer)
-        telemetry.memory = meter.read
+        telemetry.sources.append(meter.read)
         if self.replica:
             parameters = parameters.apart(self.replica.copy)
         every = spec.train.check_gradients
@@ -230,6 +232,8 @@ class Assembly:
         )
 
         self.hooks = RunHooks(spec.hooks, self._hook_facts, rank.first, tell)
+        if self.hooks:
+            telemetry.sources.append(self.hooks.spent)
 
     def _hook_facts(self, options: dict[str, Any]) -> HookFacts:
         rank, job = self.rank, self.job
@@ -258,7 +262,7 @@ class Assembly:
         return [*self.train_step.messages(), *loads, *getattr(self.strategy, "messages", list)()]
 
     def _checkpoint_due(self, step: int, ending: bool) -> bool:
-        return due(step, self.spec.checkpoint.every, ending)
+        return self.checkpoints.due(step, ending)
 
     def _compression(self) -> Compression | None:
         """None if no gradients are compressed on any rank."""
@@ -327,6 +331,10 @@ class Assembly:
         batch = self.feed.example(samples)
         with self.precision.autocast():
             return call_model(module, batch).float().sum() if part else self.loss(module, batch)
+
+
+def _silent(kind: str, **data: Any) -> None:
+    """Of ranks that have no reporter."""
 
 
 def due(step: int, every: int | None, ending: bool) -> bool:

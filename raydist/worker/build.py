@@ -19,6 +19,7 @@ from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 from raydist.worker import distributed, lora, pretrained
 from raydist.worker.checks.replicas import hashes
+from raydist.worker.comm import topology
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
@@ -125,9 +126,38 @@ def check_same(model: nn.Module, rank: Rank) -> None:
 
 
 def settled(
-    spec: JobSpec, rank: Rank, run: RunDir, vocab_size: int, example: Example, say: Callable[[str], None]
+    spec: JobSpec,
+    rank: Rank,
+    run: RunDir,
+    vocab_size: int,
+    example: Example,
+    say: Callable[[str], None],
+    tell: Callable[..., None],
 ) -> JobSpec:
-    """The spec, with a size in place of `parallel.bucket_mb: auto`; `say` gets the reason. Every rank. Trials change no state."""
+    """The spec, with what was measured in place of `parallel.bucket_mb: auto`, `comm.ring: null`, and auto in `comm`; `say` gets
+    the reasons, `tell` the event of the latter. Every rank. Trials change no state."""
+    spec = topology.settle(spec, rank, run, say)
+    build = partial(build_model, spec, vocab_size)
+    spec = _with_buckets(spec, rank, run, vocab_size, build, example, say)
+    if not spec.comm.auto:
+        return spec
+    from raydist.worker.comm import auto
+
+    spec, chosen = auto.settle(spec, rank, run, build, example)
+    if chosen is not None:
+        tell("comm_chosen", **chosen.way, because=chosen.because, seconds=chosen.seconds)
+    return spec
+
+
+def _with_buckets(
+    spec: JobSpec,
+    rank: Rank,
+    run: RunDir,
+    vocab_size: int,
+    build: Callable[[], nn.Module],
+    example: Example,
+    say: Callable[[str], None],
+) -> JobSpec:
     parallel = spec.parallel
     if parallel.bucket_mb != "auto" or not buckets(parallel.strategy) or rank.world_size == 1 or spec.comm.every:
         return spec
@@ -138,7 +168,7 @@ def settled(
         return spec
     from raydist.worker.comm.buckets import choose
 
-    chosen = choose.settle(spec, rank, run, vocab_size, partial(build_model, spec, vocab_size), example)
+    chosen = choose.settle(spec, rank, run, vocab_size, build, example)
     say(f"parallel.bucket_mb: auto: {chosen.because}")
     return spec.model_copy(update={"parallel": parallel.model_copy(update={"bucket_mb": chosen.bucket_mb})})
 
@@ -192,7 +222,15 @@ def divide_into_parts(spec: JobSpec, mesh: Mesh, strategy: ParallelStrategy) -> 
     if spec.train.virtual_ranks is None:
         return None
     together: int = strategy.reduces_together()  # type: ignore[attr-defined]  # its PLAN says that it has it
-    parts = Parts(spec.train.virtual_ranks, mesh.data_rank, mesh.data_size, together)
+    axis = mesh.of_state
+    parts = Parts(
+        spec.train.virtual_ranks,
+        axis.data_rank,
+        axis.data_size,
+        together,
+        replicas=mesh.data_size,
+        unit=spec.parallel.replicas_with_experts,
+    )
     strategy.parts = parts  # type: ignore[attr-defined]
     return parts
 

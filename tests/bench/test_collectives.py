@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from raydist.bench import collectives, topology, verify
+from raydist.bench import collectives, verify
 from raydist.bench.collectives import Row
 from raydist.bench.options import DTYPES, OPS, Ask, read
 from raydist.errors import UsageError
+from raydist.worker.comm import links
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics import device_clock
 from tests.training import run
@@ -134,7 +135,7 @@ def test_marks_are_times_between_moments(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("n", [2, 3, 8, 9])
 def test_rounds_have_every_pair_once(n: int) -> None:
     """No rank is twice in a round, and the number of rounds is minimal."""
-    made = topology.rounds(n)
+    made = links.rounds(n)
     assert sorted(pair for pairs in made for pair in pairs) == [(a, b) for a in range(n) for b in range(a + 1, n)]
     assert all(len({x for pair in pairs for x in pair}) == 2 * len(pairs) for pairs in made)
     assert len(made) == (n - 1 if n % 2 == 0 else n)
@@ -142,13 +143,13 @@ def test_rounds_have_every_pair_once(n: int) -> None:
 
 def test_members_are_one_a_node() -> None:
     """The first rank of each node; for a single node all its ranks."""
-    assert topology.members(["a", "a", "b", "b"]) == ("nodes", [0, 2], ["a", "b"])
-    assert topology.members(["a", "a", "a"]) == ("ranks", [0, 1, 2], ["rank 0", "rank 1", "rank 2"])
+    assert links.members(["a", "a", "b", "b"]) == ("nodes", [0, 2], ["a", "b"])
+    assert links.members(["a", "a", "a"]) == ("ranks", [0, 1, 2], ["rank 0", "rank 1", "rank 2"])
 
 
 def pairs(rank: Rank) -> dict[str, Any]:
     """The topology of these ranks on one host."""
-    return asdict(topology.measure(rank))
+    return asdict(links.measure(rank))
 
 
 def test_the_matrix_of_pairs(ranks: Any) -> None:

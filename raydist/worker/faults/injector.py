@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -31,9 +32,8 @@ from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import RunDir
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
-from raydist.worker.faults import processes
+from raydist.worker.faults import InjectedError, host_pressure, run_processes
 from raydist.worker.faults.faulty_storage import Illness, ill_storage
-from raydist.worker.faults.processes import InjectedError
 from raydist.worker.parallel._model_graph import plain_name
 
 _WAIT_S = 60.0
@@ -65,6 +65,9 @@ class Injector:
         self._slept = 0
         self._lasting: threading.Thread | None = None
         """Ends with the lack of descriptors, in which no note can be written."""
+        self._slow_data: list[tuple[int, float]] = []
+        self._garbage: list[tuple[int, list[Any]]] = []
+        """(last step, objects that are kept) of faults of the garbage collector."""
         self._ill = Illness()
         if any(isinstance(fault, faults.StorageFault) for _, fault in self._due):
             run.storage = ill_storage(run.full_uri, self._ill)
@@ -89,9 +92,10 @@ class Injector:
                     if not self._claim(name, fault):
                         continue
                     if isinstance(fault, faults.SlowData):
-                        time.sleep(fault.seconds)
+                        self._slow_data.append((step + fault.steps - 1, fault.seconds))
                     else:
                         threading.Event().wait()
+            time.sleep(sum(seconds for last, seconds in self._slow_data if step <= last))
             return made(batch)
 
         return slowly
@@ -110,6 +114,9 @@ class Injector:
         if phase == "forward" and self._slept != step:
             self._slept = step
             time.sleep(sum(seconds for last, seconds in self._slow if step <= last))
+            self._garbage = [one for one in self._garbage if step <= one[0]]
+            if self._garbage:
+                gc.collect()
 
     def _claim(self, name: str, fault: Fault) -> str | None:
         """Writes the note of a fault, which is durable before the fault happens; None if it has happened `times` times."""
@@ -147,6 +154,14 @@ class Injector:
                 raise InjectedError(message)
             case faults.Suspend():
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case faults.Pause(seconds=stop, gap=gap, stops=stops):
+                host_pressure.pause(stop, gap, stops)
+            case faults.CpuHog(seconds=hog, processes=processes):
+                host_pressure.hog(hog, processes)
+            case faults.CpuQuota(seconds=held, cpus=cpus):
+                host_pressure.quota(held, cpus)
+            case faults.Garbage(objects=objects, steps=steps):
+                self._garbage.append((fault.step + steps - 1, [[] for _ in range(objects)]))
             case faults.HoldGil(seconds=seconds):
                 _hold_gil(seconds)
             case faults.Deadlock():
@@ -158,13 +173,13 @@ class Injector:
             case faults.MemoryHog(limit_mb=limit_mb):
                 _hog(limit_mb)
             case faults.KillAgent():
-                processes.find("agent", fault.fault).kill()
+                run_processes.find("agent", fault.fault).kill()
             case faults.KillNode():
-                processes.kill_node(fault.fault)
+                run_processes.kill_node(fault.fault)
             case faults.KillProcess(process=process):
-                processes.find(process, fault.fault).kill()
+                run_processes.find(process, fault.fault).kill()
             case faults.SuspendProcess(process=process, seconds=seconds):
-                processes.suspend(processes.find(process, fault.fault), seconds)
+                run_processes.suspend(run_processes.find(process, fault.fault), seconds)
             case faults.NoDescriptors(seconds=lasting):
                 self._lasting = _open_all(lasting)
             case faults.ClockJump(seconds=ahead):

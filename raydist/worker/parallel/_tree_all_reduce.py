@@ -1,9 +1,11 @@
-"""The sum of gradients along the tree of `train.virtual_ranks`, on all ranks of a group: of ddp's buckets, and hsdp's copies.
+"""The sum of gradients along a tree, on all ranks of a group: with `train.virtual_ranks` of ddp's buckets and hsdp's copies, with
+`comm.topology` direct and two_level of ddp's buckets.
 
 Runs in: each train worker. Torch, never ray.
 
     exchange   each rank gets its stretch of every rank's nodes, and adds it up in their order     lane 1
-    gather     all ranks get all stretches                                                         lane 2
+    across     (two_level) an all-reduce of the stretch with the ranks that have it elsewhere      lane 2
+    gather     all ranks get all stretches                                                         lane 3
 
 So a rank sends as much as in a ring. All buckets share one buffer for what arrives, as large as the largest bucket if each rank has
 one node: the next exchange begins when the stretch is added up, while the one before is gathered. Each lane has a group.
@@ -21,30 +23,35 @@ from torch.futures import Future
 
 from raydist.worker.comm import gloo_p2p
 from raydist.worker.comm.compression.lane import Lane
-from raydist.worker.comm.tree import Exchange, Node, room_for
+from raydist.worker.comm.tree import Exchange, Node, Tree, room_for
 from raydist.worker.metrics import collective_counters
 
 
 class TreeAllReduce:
     """All ranks of `group` make one, and call it with the same buckets in the same order.
 
-    `nodes`: of each rank. `aside` False: a call returns with the sum, on CUDA in the caller's stream.
+    `nodes`: of each rank. `aside` False: a call returns with the sum, on CUDA in the caller's stream. `shared`: others send over
+    `group` at the same time. `across`: ranks of several such groups that have the same place in theirs; the sum is then over all
+    groups.
     """
 
     def __init__(
         self,
-        count: int,
+        tree: Tree,
         nodes: Sequence[Sequence[Node]],
         group: dist.ProcessGroup,
         device: torch.device,
         aside: bool = True,
+        shared: bool = False,
+        across: dist.ProcessGroup | None = None,
     ) -> None:
-        self._count, self._nodes, self._device = count, nodes, device
+        self._tree, self._nodes, self._device, self._across = tree, nodes, device, across
         self._room = torch.empty(0, device=device)
         ranks = dist.get_process_group_ranks(group)
-        self._groups = [group, dist.new_group(ranks, use_local_synchronization=True)]
+        made = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(1 + shared)]
+        self._groups = made if shared else [group, *made]
         stream = torch.cuda.Stream(device) if device.type == "cuda" and aside else None  # type: ignore[no-untyped-call]
-        self._lanes = [Lane(f"tree-{name}", stream, aside) for name in ("exchange", "gather")]
+        self._lanes = [Lane(f"tree-{name}", stream, aside) for name in ("exchange", "across", "gather")]
         self._put_at = self._done_at = 0.0
 
     def __call__(self, nodes: Sequence[Tensor], then: Callable[[], object] = lambda: None) -> Future[Tensor]:
@@ -53,26 +60,40 @@ class TreeAllReduce:
         done: Future[Tensor] = Future(devices=[self._device]) if self._device.type == "cuda" else Future()
         self._put_at = time.perf_counter()
 
+        group, across = self._groups[0], self._across
+
+        def put(lane: int, task: Callable[[], None]) -> None:
+            def guarded() -> None:
+                try:
+                    task()
+                except Exception as error:  # of a lost peer, for example: raised where the sum is needed
+                    done.set_exception(error)  # type: ignore[arg-type]
+
+            self._lanes[lane].put(guarded)
+
         def exchange() -> None:
-            try:
-                rows = self._exchange(nodes)
-                work = gloo_p2p.all_gather_rows(nodes[-1], rows, self._groups[1])
-            except Exception as error:  # of a lost peer, for example: raised where the sum is needed
-                done.set_exception(error)  # type: ignore[arg-type]
-                return
-            self._lanes[1].put(lambda: gather(work))
+            rows = self._exchange(nodes)
+            if across is None:
+                send(rows)
+            else:
+                put(1, lambda: add_across(rows, rows[group.rank()], across))
+
+        def add_across(rows: list[Tensor], mine: Tensor, across: dist.ProcessGroup) -> None:
+            if mine.numel():  # fewer numbers than ranks: some have none, here as elsewhere
+                dist.all_reduce(mine, group=across)
+            send(rows)
+
+        def send(rows: list[Tensor]) -> None:
+            work = gloo_p2p.all_gather_rows(nodes[-1], rows, self._groups[1])
+            put(2, lambda: gather(work))
 
         def gather(work: gloo_p2p.Work) -> None:
-            try:
-                work.wait()
-                then()
-                self._done_at = time.perf_counter()
-            except Exception as error:
-                done.set_exception(error)  # type: ignore[arg-type]
-                return
+            work.wait()
+            then()
+            self._done_at = time.perf_counter()
             done.set_result(nodes[-1])
 
-        self._lanes[0].put(exchange)
+        put(0, exchange)
         return done
 
     def _exchange(self, nodes: Sequence[Tensor]) -> list[Tensor]:
@@ -87,7 +108,7 @@ class TreeAllReduce:
         needed = room_for(self._nodes, sizes[group.rank()])
         if self._room.numel() < needed:
             self._room = torch.empty(needed, dtype=into.dtype, device=self._device)
-        work = Exchange(self._count, self._nodes, [node.view(-1) for node in nodes], sizes, self._room, group)
+        work = Exchange(self._tree, self._nodes, [node.view(-1) for node in nodes], sizes, self._room, group)
         ((_, value),) = work.wait()
         rows[group.rank()].copy_(value)
         return rows
@@ -97,7 +118,16 @@ class TreeAllReduce:
         """Bytes of the buffer for what arrives."""
         return self._room.nbytes
 
+    def messages(self, numbers: int) -> list[tuple[str, int]]:
+        """The collectives of a sum of so many numbers: (kind, numbers that this rank puts in)."""
+        group = self._groups[0]
+        each, more = divmod(numbers, group.size())
+        mine = each + (group.rank() < more)
+        between = [("all_reduce", mine)] if self._across is not None else []
+        return [("all_to_all", numbers), *between, ("all_gather", numbers)]
+
     def finish(self) -> None:
         """After the last backward of a step, when all has arrived: counts the time in which the caller had nothing left to do."""
         if self._device.type == "cpu":
-            collective_counters.expose("all_to_all", max(0.0, self._done_at - self._put_at))
+            kind = "all_to_all" if self._across is None else "all_reduce"
+            collective_counters.expose(kind, max(0.0, self._done_at - self._put_at))

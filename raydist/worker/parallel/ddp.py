@@ -19,9 +19,11 @@ from raydist.extension_plans import StrategyPlan
 from raydist.spec import JobSpec
 from raydist.worker.comm.compression.piece import Piece
 from raydist.worker.comm.compression.reducer import Reducer
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.parallel._model_graph import check_graph
+from raydist.worker.parallel._topology import all_reduce_of, ring_of
 from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
 from raydist.worker.parts import Parts, WholeSums
 from raydist.worker.precision import DTYPES
@@ -37,7 +39,7 @@ _SYNC_BUFFERS = (
 
 
 class Strategy:
-    """DDP. On one rank, the model is not wrapped."""
+    """DDP. On one rank, the model is not wrapped. With `comm.topology: two_level` the constructor is a collective."""
 
     module: nn.Module
     takes_meta = False
@@ -54,6 +56,10 @@ class Strategy:
         self._reducer: Reducer | None = None
         self._pieces: list[Piece] = []
         self._tree: TreeAllReduce | None = None
+        """Of `train.virtual_ranks`, or of `comm.topology`; None: torch's all-reduce over `_group`."""
+        self._group: dist.ProcessGroup | None = None
+        two_level = spec.comm.topology == "two_level"
+        self._nodes = gather_json(self._rank.node_ip, self._rank.control) if two_level else []
         self._seen: list[list[torch.Tensor]] = []
         """The parameters of each bucket, in the order of the last backward pass."""
 
@@ -81,14 +87,21 @@ class Strategy:
             )
             group = self._mesh.group("data")
             assert group is not None
+            self._group = ring_of(self._spec.comm, group)
             if self._spec.comm.compresses:
                 self._reducer = Reducer(
                     self._spec.comm, group, self._rank.device, factor=self.loss_factor, aside=True, part=self._mesh.part
                 )
             if self.parts is not None:
-                self._tree = TreeAllReduce(self.parts.count, self.parts.nodes_of_copies(), group, self._rank.device)
-            compressed = self._spec.comm.compresses or self._tree is not None
-            if compressed or self._spec.precision.reduce != "fp32" or self._spec.offload.optimizer == "cpu":
+                nodes = self.parts.nodes_of_copies()
+                # The stages of a rank sum over the same ranks, each in a thread of its own.
+                self._tree = TreeAllReduce(self.parts.tree, nodes, group, self._rank.device, shared=self._direct)
+            else:
+                self._tree = all_reduce_of(
+                    self._spec.comm, group, self._nodes, self._rank.rank, self._rank.device, shared=self._direct
+                )
+            own_sums = self._spec.comm.compresses or self._tree is not None or self._group is not group
+            if own_sums or self._spec.precision.reduce != "fp32" or self._spec.offload.optimizer == "cpu":
                 # Through a lambda, because torch compares annotations, and those of this module are strings.
                 ddp.register_comm_hook(None, lambda _, bucket: self._sum(bucket))
             self._settle_buckets(ddp, example)
@@ -134,12 +147,15 @@ class Strategy:
         sent = grads.to(dtype)
 
         def reduced(done: torch.futures.Future[Any]) -> torch.Tensor:
+            done.value()  # raises what the sum has raised
             if sent is not grads:
-                grads.copy_(done.value()[0])
+                grads.copy_(sent)
             self._is_final(parameters)
             return grads
 
-        work = dist.all_reduce(sent, group=self._mesh.group("data"), async_op=True)
+        if self._tree is not None and self.parts is None:
+            return self._tree([sent]).then(reduced)
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None
         return work.get_future().then(reduced)
 
@@ -225,9 +241,9 @@ class Strategy:
         for i, indices in enumerate(_buckets(log)):
             inside = [names[n] for n in indices]
             what = inside[0] if len(inside) == 1 else f"{inside[0]} to {inside[-1]}"
-            kinds = ("all_reduce",) if self._tree is None else ("all_to_all", "all_gather")
             elements = sum(self._parameters[n].numel() for n in inside)
-            made += [(kind, elements, f"bucket {i}: {what}") for kind in kinds]
+            parts = [("all_reduce", elements)] if self._tree is None else self._tree.messages(elements)
+            made += [(kind, numbers, f"bucket {i}: {what}") for kind, numbers in parts]
         return made
 
     def _grads(self) -> list[torch.Tensor]:

@@ -248,14 +248,17 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "tokens")
 
 
-def trained(rank: Rank, dataset: str, folder: str, bucket_mb: Any, until: int | None = None) -> tuple[Any, list[str]]:
-    """Six steps with dropout in the whole loop: (step, loss, grad norm) of each, and rank 0's notes."""
+def trained(
+    rank: Rank, dataset: str, folder: str, bucket_mb: Any, until: int | None = None, comm: Any = None
+) -> tuple[Any, list[str]]:
+    """Six steps with dropout in the whole loop: (step, loss, grad norm) of each, and what rank 0 says was chosen."""
     spec = JobSpec.model_validate(
         {
             "data": {"path": dataset},
             "model": {"layers": 2, "width": 64, "heads": 2, "context": 8, "dropout": 0.1},
             "train": {"steps": 6, "global_batch": 6, "micro_batch": 1},
             "parallel": {"bucket_mb": bucket_mb},
+            "comm": comm or {},
             "checkpoint": {"every": 3},
             "eval": {"every": None},
         }
@@ -265,6 +268,7 @@ def trained(rank: Rank, dataset: str, folder: str, bucket_mb: Any, until: int | 
     def push(new: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
         steps.extend((r["step"], r["loss"], r["grad_norm"]) for r in new)
         events.extend(e["text"] for e in told if e["kind"] == "note")
+        events.extend(f"bucket_mb: {e['bucket_mb']}, {e['because']}" for e in told if e["kind"] == "comm_chosen")
 
     run = RunDir(folder)
     attempt = run.lineage().newest + 1

@@ -4,8 +4,10 @@ from outside."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from raydist.faults import (
     DiskFull,
     Fault,
     FlipBit,
+    Garbage,
     HangingStorage,
     KillAgent,
     KillNode,
@@ -39,9 +42,8 @@ from raydist.faults import (
 )
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import RunDir
-from raydist.worker.faults import processes
+from raydist.worker.faults import InjectedError, run_processes
 from raydist.worker.faults.injector import Injector
-from raydist.worker.faults.processes import InjectedError
 from tests.processes import command_line
 from tests.training import alone
 
@@ -249,7 +251,7 @@ def test_a_suspended_process_goes_on(tmp_path: Path) -> None:
     """It is stopped, and continued by a process that does not belong to the rank."""
     with subprocess.Popen(["sleep", "600"]) as process:
         try:
-            processes.suspend(psutil.Process(process.pid), 600)
+            run_processes.suspend(psutil.Process(process.pid), 600)
             while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
                 pass
             (helper,) = [p for p in psutil.process_iter() if f"; kill -CONT {process.pid}" in command_line(p)]
@@ -278,3 +280,66 @@ def test_nobody_elses_process_is_killed(tmp_path: Path, fault: Fault) -> None:
     heartbeat.step(1)
     with pytest.raises(InjectedError, match=fault.fault):
         heartbeat.enter("forward")
+
+
+HOST = """
+import os
+from raydist.observe.hardware.cgroup import CpuGroups
+from raydist.worker.faults import InjectedError, host_pressure
+
+before = os.sched_getaffinity(0)
+end = host_pressure.hog(1000, 2)
+print(len(os.sched_getaffinity(0)), flush=True)
+input()
+end()
+assert os.sched_getaffinity(0) == before
+groups, own = CpuGroups(), os.getpid()
+try:
+    end = host_pressure.quota(1000, 0.05)
+except InjectedError as error:
+    print(error)
+    raise SystemExit
+while not groups.throttled_seconds(own):
+    pass
+end()
+print("held, and back" if not groups.throttled_seconds(own) else "still held")
+"""
+
+
+def test_the_pressure_of_a_host_ends() -> None:
+    """The hogs have the rank's only processor; the quota holds the process back, which then is in its group again. Nothing is left
+    when the process has ended."""
+    run = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdin is not None
+    assert run.stdout.readline() == "1\n"
+    hogs = psutil.Process(run.pid).children()
+    assert len(hogs) == 2
+    run.stdin.write("\n")
+    run.stdin.flush()
+    said = run.stdout.readline()
+    # In a container root may have no writable control groups.
+    assert said == "held, and back\n" or "it needs root and a writable" in said or "no control groups" in said
+    run.communicate(timeout=300)
+    _, alive = psutil.wait_procs(hogs, timeout=60)
+    assert not alive
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/raydist-fault-{run.pid}"))
+
+
+def test_garbage_is_collected_in_each_step(tmp_path: Path) -> None:
+    """Once in a step, of that many steps."""
+    collected: list[int] = []
+    _, heartbeat = injector(RunDir(tmp_path), Garbage(rank=0, step=2, objects=10, steps=3))
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            collected.append(1)
+
+    gc.callbacks.append(count)
+    try:
+        gc.disable()
+        steps(heartbeat, 1, 6)
+    finally:
+        gc.enable()
+        gc.callbacks.remove(count)
+    assert len(collected) == 3

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import xxhash
@@ -26,15 +25,15 @@ from raydist.ipc.network_interface import interface_of
 from raydist.parsing import parse_json
 from raydist.run.directory import BUCKETS, TUNED, RunDir
 from raydist.spec import JobSpec
+from raydist.worker.comm import kept
 from raydist.worker.comm.buckets.measure import Passes, all_reduce_line, passes
 from raydist.worker.comm.buckets.model import WORTH, Suggestion, suggest
-from raydist.worker.comm.json_gather import broadcast_json, gather_json
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel import Example
 from raydist.worker.precision import DTYPES
 
 Build = Callable[[], nn.Module]
-T = TypeVar("T", "Chosen", Suggestion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +51,16 @@ def settle(spec: JobSpec, rank: Rank, run: RunDir, vocab_size: int, build: Build
     `build` builds a model like the run's own, `example` returns the loss of a number of samples.
     """
     name, key = f"{BUCKETS}/world-{rank.world_size:05d}.json", _key(spec, rank, vocab_size)
-    known = _from_first(rank, Chosen, (_read(run, name) or _taken_over(run, key)) if rank.first else None)
+    known = kept.from_first(
+        rank, Chosen, (kept.read(run, name, Chosen) or _taken_over(run, key)) if rank.first else None
+    )
     chosen = known or tried(spec, rank, build, example)
     if rank.first:
-        chosen = _keep(run, name, chosen)
+        chosen = kept.keep(run, name, chosen)
         if known is None:
             with suppress(StorageError):  # the next run then measures again
-                run.home.write(f"{TUNED}/{key}.json", _to_json(chosen))
-    made = _from_first(rank, Chosen, chosen if rank.first else None)
+                run.home.write(f"{TUNED}/{key}.json", kept.to_json(chosen))
+    made = kept.from_first(rank, Chosen, chosen if rank.first else None)
     assert made is not None
     return made
 
@@ -76,7 +77,7 @@ def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
     share = DTYPES[spec.precision.reduce].itemsize / 4
     # Arrivals differ between ranks: rank 0 decides.
     own = suggest(torchs.arrivals, torchs.pass_s, torchs.backward_s, line, share) if rank.first else None
-    suggestion = _from_first(rank, Suggestion, own)
+    suggestion = kept.from_first(rank, Suggestion, own)
     assert suggestion is not None
     measured = {"line": asdict(line), "torchs": _figures(torchs), "suggestion": asdict(suggestion)}
     if suggestion.bucket_mb is None:
@@ -104,19 +105,6 @@ def _figures(made: Passes) -> dict[str, float]:
     return {"synced_s": made.synced_s, "pass_s": made.pass_s, "backward_s": made.backward_s}
 
 
-def _keep(run: RunDir, name: str, chosen: Chosen) -> Chosen:
-    """Rank 0. Written once: an earlier choice, of an interrupted attempt, takes precedence."""
-    if run.storage.write_new(name, _to_json(chosen)):
-        return chosen
-    return _read(run, name) or chosen
-
-
-def _read(run: RunDir, name: str) -> Chosen | None:
-    if not run.storage.exists(name):
-        return None
-    return Chosen(**parse_json(run.storage.read(name))["chosen"])
-
-
 def _taken_over(run: RunDir, key: str) -> Chosen | None:
     """The choice of an earlier run. None if it cannot be read: this run then measures itself."""
     with suppress(StorageError, ValueError, KeyError, TypeError):
@@ -125,10 +113,6 @@ def _taken_over(run: RunDir, key: str) -> Chosen | None:
             known = Chosen(**parse_json(run.home.read(name))["chosen"])
             return replace(known, because=f"{known.because} (as measured for an earlier run)")
     return None
-
-
-def _to_json(chosen: Chosen) -> bytes:
-    return json.dumps({"v": 1, "at": time.time(), "chosen": asdict(chosen)}).encode()
 
 
 def _key(spec: JobSpec, rank: Rank, vocab_size: int) -> str:
@@ -151,9 +135,3 @@ def _key(spec: JobSpec, rank: Rank, vocab_size: int) -> str:
         "torch": torch.__version__,
     }
     return f"buckets-{xxhash.xxh64_hexdigest(json.dumps(what, sort_keys=True).encode())}"
-
-
-def _from_first(rank: Rank, made: type[T], value: T | None) -> T | None:
-    """Rank 0's value, of the dataclass `made`, on every rank."""
-    fields = broadcast_json(asdict(value) if value is not None else None, rank.control)
-    return None if fields is None else made(**fields)

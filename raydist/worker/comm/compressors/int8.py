@@ -19,7 +19,7 @@ from raydist.extension_plans import CompressorPlan
 from raydist.worker.comm.compressors import Rows, scratch
 
 BLOCK = 1024
-PLAN = CompressorPlan(feedback=True, bits=8.0 + 32 / BLOCK, outer=True)
+PLAN = CompressorPlan(feedback=True, bits=8.0 + 32 / BLOCK, outer=True, loss_increase=0.0)
 
 
 class Compressor(Rows):

@@ -23,7 +23,7 @@ from raydist.worker.comm.compressors import Rows, scratch
 if TYPE_CHECKING:
     from raydist.spec import CommSpec
 
-PLAN = CompressorPlan(feedback=True, bits=0.64)
+PLAN = CompressorPlan(feedback=True, bits=0.64, loss_increase=0.85)
 
 
 class Options(Part):

@@ -13,12 +13,9 @@ import subprocess
 import psutil
 
 from raydist.ipc import AGENT_PID
+from raydist.worker.faults import InjectedError
 
 _ACTORS = {"coordinator": "ray::Coordinator", "monitor": "ray::RunMonitor"}
-
-
-class InjectedError(Exception):
-    """Raised by `fault: raise`, like a bug in the user's code; also if a fault cannot be injected."""
 
 
 def find(name: str, fault: str) -> psutil.Process:

@@ -1,4 +1,4 @@
-"""Latency and bandwidth between every two nodes, from round-trip times; and the alpha-beta line of one message.
+"""Latency and bandwidth between every two nodes, from round-trip times; the alpha-beta line of one message; the best ring.
 
 Runs in: every rank, together. Torch, never ray. On a single node, every two of its ranks are measured. Disjoint pairs are
 measured at the same time, as in a round-robin tournament: n - 1 rounds (n if n is odd).
@@ -20,10 +20,13 @@ from raydist.worker.metrics.device_clock import Marks
 
 SIZES = (8, 2**10, 16 * 2**10, 256 * 2**10, 2 * 2**20, 8 * 2**20)
 _EACH_S, _MOST = 0.1, 100
+_STARTS = 8
+_AS_GOOD = 0.05
+"""Rings whose times differ by less than this share count as equal: of these the order of the ranks is kept."""
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
+class Links:
     """`members`: the measured ranks (with several nodes, the first one of each); `names`: their nodes' addresses, or "rank N".
 
     `latency` (seconds for 8 bytes) and `bandwidth` (bytes/s): symmetric matrices over the members, 0 on the diagonal. `line`: fit
@@ -58,7 +61,7 @@ def members(nodes: Sequence[str]) -> tuple[str, list[int], list[str]]:
     return "ranks", list(range(len(nodes))), [f"rank {r}" for r in range(len(nodes))]
 
 
-def measure(rank: Rank) -> Topology:
+def measure(rank: Rank) -> Links:
     """Latency and bandwidth of every pair. Every rank; all get the same result."""
     nodes = gather_json(rank.node_ip, rank.control)
     between, ranks, names = members(nodes)
@@ -81,7 +84,45 @@ def measure(rank: Rank) -> Topology:
         speed = 1 / line.beta if line.beta else largest / seconds
         bandwidth[a][b] = bandwidth[b][a] = speed
     whole = fit([point for _, points in sorted(found.items()) for point in points])
-    return Topology(between, tuple(ranks), tuple(names), latency, bandwidth, whole)
+    return Links(between, tuple(ranks), tuple(names), latency, bandwidth, whole)
+
+
+def ring(found: Links, nodes: Sequence[str], nbytes: float) -> list[int]:
+    """All ranks in the order of a ring: those of a node together, nodes in the order in which `nbytes` over each link in turn take
+    the least time. `nodes`: of each rank.
+
+    The sum counts, not the slowest link: slow links often share one trunk, which a ring should cross as seldom as it can. Nodes are
+    inserted one after another where they cost least, from several first ones; then stretches are reversed while that helps (2-opt).
+    """
+    n = len(found.members)
+    seconds = [
+        [found.latency[a][b] + nbytes / found.bandwidth[a][b] if a != b else 0.0 for b in range(n)] for a in range(n)
+    ]
+
+    def cost(order: Sequence[int]) -> float:
+        return sum(seconds[a][b] for a, b in zip(order, [*order[1:], order[0]], strict=True))
+
+    best = list(range(n))
+    for first in range(min(n, _STARTS)):
+        order = [first]
+        for node in (*range(first + 1, n), *range(first)):
+            order = min(([*order[:at], node, *order[at:]] for at in range(1, len(order) + 1)), key=cost)
+        improved = True
+        while improved:
+            turned = [order[:a] + order[a:b][::-1] + order[b:] for a in range(n) for b in range(a + 2, n + 1)]
+            better = min(turned, key=cost, default=order)
+            improved = cost(better) < cost(order) * (1 - 1e-9)
+            order = better if improved else order
+        if cost(order) < cost(best) * (1 - _AS_GOOD):
+            best = order
+    return [rank for at in best for rank in _with(found, at, nodes)]
+
+
+def _with(found: Links, at: int, nodes: Sequence[str]) -> list[int]:
+    """The ranks that the member `at` stands for."""
+    if found.between == "ranks":
+        return [found.members[at]]
+    return [rank for rank, node in enumerate(nodes) if node == found.names[at]]
 
 
 def _there_and_back(rank: Rank, other: int, nbytes: int) -> float:
