@@ -20,6 +20,7 @@ from raydist.parsing import parse_yaml
 from raydist.records import Event
 from raydist.report import doctor, goodput, heatmap_data, incidents, summary
 from raydist.report.goodput import Span
+from raydist.report.gradients_sent import sent
 from raydist.report.heatmap_data import Grid
 from raydist.report.telemetry_reader import COLUMNS, COMM, Readings, gather
 from raydist.run.directory import SPEC, RunDir
@@ -81,6 +82,7 @@ def report(run: RunDir) -> Report:
         "attempts": about["attempts"],
         "memory": {"column": memory[0], "ranks": _memory(readings, memory[0])} if memory else None,
         "communication": _communication(readings),
+        "gradients": sent(steps, events),
         "slow": doctor.slow_ranks(events),
         "incidents": incidents.found(events, _trained(segments)),
         "not_read": None if readings.tracks else _why(spec, about["status"]),

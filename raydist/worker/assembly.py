@@ -262,7 +262,7 @@ class Assembly:
         return [*self.train_step.messages(), *loads, *getattr(self.strategy, "messages", list)()]
 
     def _checkpoint_due(self, step: int, ending: bool) -> bool:
-        return due(step, self.spec.checkpoint.every, ending)
+        return self.checkpoints.due(step, ending)
 
     def _compression(self) -> Compression | None:
         """None if no gradients are compressed on any rank."""

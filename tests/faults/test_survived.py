@@ -8,20 +8,25 @@ attempt there is a checkpoint, because a run without progress is stopped.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
 import pytest
 
+from raydist.cgroups import cgroup
 from raydist.faults import (
     Abort,
     BadNumber,
+    CpuHog,
+    CpuQuota,
     DamageCheckpoint,
     Deadlock,
     DiskFull,
     Exit,
     Fault,
     FlipBit,
+    Garbage,
     HoldGil,
     Kill,
     KillAgent,
@@ -30,6 +35,7 @@ from raydist.faults import (
     LossSpike,
     MemoryHog,
     OutOfMemory,
+    Pause,
     Raise,
     ReadOnly,
     Segfault,
@@ -62,10 +68,15 @@ HICCUPS: list[Fault] = [
     StuckData(rank=1, step=29),  # for a second, in which the save of step 27 is completed
     ReadOnly(rank=0, step=30, operations=1),
     SlowStorage(step=31, delay=0.1, seconds=0.3),
+    Pause(rank=1, step=32, seconds=0.1, gap=0.1, stops=2),
+    CpuHog(rank=0, step=33, seconds=0.2, processes=1),
     SlowData(rank=0, step=34, seconds=0.2),
+    Garbage(rank=1, step=34, objects=1000),
     SlowRank(rank=0, step=35, seconds=0.05, steps=2),
 ]
 """Faults after which the attempt continues."""
+if (group := cgroup("cpu")) is not None and os.access(group.mount, os.W_OK):  # root may not either, in a container
+    HICCUPS.append(CpuQuota(rank=0, step=35, seconds=0.2, cpus=0.5))
 
 DAMAGED = {"torn": 36, "truncated": 39, "flipped": 42, "missing": 45, "manifest": 48}
 """The kind of damage -> the checkpoint's step. The checkpoint is damaged two steps later."""

@@ -225,7 +225,8 @@ def test_the_pressure_of_a_host_ends() -> None:
     run.stdin.write("\n")
     run.stdin.flush()
     said = run.stdout.readline()
-    assert said == "held, and back\n" or (os.geteuid() != 0 and "it needs root" in said) or "no control groups" in said
+    # In a container root may have no writable control groups.
+    assert said == "held, and back\n" or "it needs root and a writable" in said or "no control groups" in said
     run.communicate(timeout=300)
     _, alive = psutil.wait_procs(hogs, timeout=60)
     assert not alive
