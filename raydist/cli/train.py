@@ -57,7 +57,7 @@ def train(
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="How long to wait for nodes to join, while the cluster has too few for the job.",
+            help="How long to wait for the cluster to start, and for nodes to join while it has too few for the job.",
         ),
     ] = 0.0,
     exclude_slow: Annotated[
@@ -224,6 +224,7 @@ def _train(
             working_dir=cwd if job.own_code() else None,
             metrics_port=metrics_port(exporters),
             ranks=True,
+            wait_s=wait_for_nodes,
         ) as session,
     ):
         starting.stage("check")

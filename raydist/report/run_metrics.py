@@ -47,7 +47,7 @@ def report(run: RunDir) -> Report:
     """Reads the run's folder. Raises StorageError."""
     made = time.time()
     state, events, segments = read_state(run), read_events(run), read_segments(run)
-    about = summary.show(run)
+    about = summary.told(run, state, events, segments)
     steps = merge(segments)
     text = _spec(run)
     spec = _parsed(text)
