@@ -33,9 +33,11 @@ from torch import Tensor, nn
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.planner import speed as planned
-from raydist.planner.estimate import batches, estimates, measured, traffic
+from raydist.planner.estimate import estimates, measured
 from raydist.planner.facts import Machine
 from raydist.planner.measure import Planner
+from raydist.planner.shares import batches
+from raydist.planner.traffic import traffic
 from raydist.spec import JobSpec
 from raydist.worker.build import build_strategy
 from raydist.worker.comm import gloo_p2p

@@ -71,7 +71,10 @@ class Storage:
         text = os.fspath(uri)
         self.local: Path | None = None
         self.private = False
-        """Whether this folder itself, if it is local and is created, is for its user alone (mode 0700)."""
+        """Whether this folder, if it is local and is created, is for its user alone (mode 0700).
+
+        Files and folders that are created in it have no permissions for others that it does not have itself.
+        """
         self._existed = False
         try:
             if "://" in text and not text.startswith("file://"):
@@ -156,7 +159,7 @@ class Storage:
     def _create_local(self, path: Path, check: Callable[[], object] | None = None) -> Iterator[Sink]:
         part = self._part(path)
         try:
-            with open(part, "xb", buffering=0) as file:
+            with open(part, "xb", buffering=0, opener=opener) as file:
                 yield file
                 os.fsync(file.fileno())
             if check is not None:
@@ -174,7 +177,7 @@ class Storage:
         return path.with_name(f"{_TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
 
     def appendable(self, name: str) -> Path:
-        """The path of a local file to append to. Creates its folder. Raises OSError."""
+        """The path of a local file to append to, with `opener`. Creates its folder. Raises OSError."""
         path = self._local_path(name)
         self._make_folder_of(path)
         return path
@@ -188,6 +191,11 @@ class Storage:
         self._existed = True
         if self.private and self.local in made:
             self.local.chmod(0o700)
+        if self.private and self.local is not None:
+            most = self.local.stat().st_mode | 0o700
+            for folder in made:
+                if self.local in folder.parents:
+                    folder.chmod(folder.stat().st_mode & most)
         for folder in made:
             _sync_folder(folder.parent)
 
@@ -211,7 +219,7 @@ class Storage:
         try:
             part = self._part(path)
             try:
-                with open(part, "xb", buffering=0) as file:
+                with open(part, "xb", buffering=0, opener=opener) as file:
                     _put(file, data)
                     os.fsync(file.fileno())
                 os.link(part, path)
@@ -333,11 +341,17 @@ def refused(verb: str, where: str | Path, error: OSError) -> StorageError:
     return StorageError(f"cannot {verb} {where}: {os.strerror(error.errno) if error.errno else error}", "")
 
 
+def opener(path: str, flags: int) -> int:
+    """For `open(..., opener=opener)`: a file that is created has no permissions for others that its folder does not have."""
+    others = os.stat(os.path.dirname(path) or ".").st_mode & 0o066
+    return os.open(path, flags, mode=0o600 | others)
+
+
 def append_whole(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Appends to a local file all of `data` or, if it raises OSError, nothing: a retry then repeats no bytes. `sync`: flushes to
     disk.
     """
-    with open(path, "ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=opener) as file:
         size = os.fstat(file.fileno()).st_size
         try:
             _put(file, data)

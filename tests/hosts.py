@@ -48,6 +48,8 @@ LEAN = {
     "RAY_worker_niceness": "0",
     # By default a node starts one process a CPU at a time: here a run's actors and workers would wait for one another.
     "RAY_worker_maximum_startup_concurrency": "4",
+    # On a busy machine a raylet needs longer than 30 s, after which `ray start` fails.
+    "RAY_raylet_start_wait_time_s": "150",
 }
 """Settings of Ray's processes that make a cluster start sooner, and need less CPU time."""
 
@@ -403,6 +405,25 @@ class Cluster:
         self.wait_until(lambda: host.name in self.node_ids())
         return self.node_ids()[host.name]
 
+    def make_whole(self) -> None:
+        """Adds each host that is no node now, so that every host is one."""
+        lost = [host for host in self.hosts if host.name not in self.node_ids()]
+        for host in self.hosts:
+            if not host.up and host not in lost:
+                self.wait_until(lambda host=host: host.name not in self.node_ids())  # type: ignore[misc]
+                lost.append(host)
+        for host in lost:
+            host.kill()
+            self.add_node(host)
+
+    def describe(self) -> str:
+        """The state of Ray, for the message of a failed test: its nodes, and what its head has logged about lost ones."""
+        search = (
+            "grep -hiE 'health check|dead|unreachable|lost' /run/ray/session_latest/logs/gcs_server.out | tail -n 30"
+        )
+        logged = self.hosts[0].run(["sh", "-c", search]).stdout
+        return f"Ray's nodes: {self.nodes()}\nIts head's log:\n{logged}"
+
     def kill_node(self, host: Host) -> None:
         """All processes of the host die at once. The head notices later: use `wait_until`."""
         host.kill()
@@ -426,7 +447,7 @@ class Cluster:
             f"--num-cpus={self._cpus if cpus is None else cpus}", "--object-store-memory=100000000", "--disable-usage-stats",
             "--include-log-monitor=false", "--no-monitor",  # a second of CPU time each: nothing reads the logs, or adds nodes
         ]  # fmt: skip
-        done = host.run(command, env=self._env, timeout=120)
+        done = host.run(command, env=self._env, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import pickle
 import shutil
 import threading
@@ -14,7 +15,7 @@ from raydist import registry
 from raydist.errors import ExtensionNotFound, RunNotFound, StorageError, UsageError, UserError
 from raydist.run import directory
 from raydist.run.directory import RunDir
-from raydist.storage import Storage
+from raydist.storage import Storage, append_whole
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
@@ -148,6 +149,31 @@ def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
     assert (tmp_path / "what?x=1" / "a run?" / "spec.yaml").exists()
     assert run.home.uri == str(tmp_path / "what?x=1")
     assert directory.resolve(run.uri).uri == run.uri
+
+
+def test_files_of_a_run_are_for_its_user(tmp_path: Path) -> None:
+    """Folders 0700 and files 0600, until the user shares the run's folder: new ones then have its permissions. Others as always."""
+
+    def modes(folder: Path) -> set[int]:
+        return {path.stat().st_mode & 0o777 for path in [folder, *folder.rglob("*")]}
+
+    def fill(storage: Storage, part: str) -> Path:
+        storage.write(f"{part}/deep/state.json", b"{}")
+        assert storage.write_new(f"{part}/new", b"")
+        append_whole(storage.appendable(f"{part}/events.jsonl"), b"{}")
+        return storage.local / part if storage.local else Path()
+
+    before = os.umask(0o002)
+    try:
+        run = RunDir(tmp_path / "runs" / "run")
+        assert modes(fill(run.storage, "a")) == {0o700, 0o600}
+        os.chmod(run.uri, 0o750)
+        assert modes(fill(run.storage, "b")) == {0o750, 0o640}
+        assert modes(fill(RunDir(run.uri).storage, "c")) == {0o750, 0o640}
+        assert modes(fill(Storage(tmp_path / "data"), "a")) == {0o775, 0o664}
+        assert modes(tmp_path / "runs" / "run" / "a") == {0o700, 0o600}, "what is there stays"
+    finally:
+        os.umask(before)
 
 
 def test_a_run_is_not_written_below_a_mount_point(tmp_path: Path) -> None:

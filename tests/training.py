@@ -16,8 +16,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from raydist import registry
 from raydist.data.batches import MASKED, MicroBatch, share
 from raydist.extension_plans import strategy_plan
-from raydist.planner.estimate import shard_of
 from raydist.planner.facts import Machine
+from raydist.planner.shares import shard_of
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms
 from raydist.worker.build import build_strategy, divide_into_parts, replica

@@ -20,10 +20,13 @@ from raydist import __version__, registry
 from raydist.api.parent import Parent
 from raydist.cli import (
     bench,
+    check,
     checkpoint,
     convert,
     crash,
+    dashboard,
     data,
+    deploy,
     doctor,
     evaluate,
     faults,
@@ -70,15 +73,18 @@ profile.register(app)
 doctor.register(app)
 trace.register(app)
 report.register(app)
+dashboard.register(app)
 sample.register(app)
 evaluate.register(app)
 schema.register(app)
 plan.register(app)
+check.register(app)
 faults.register(app)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(convert.app, name="convert")
 app.add_typer(bench.app, name="bench")
+app.add_typer(deploy.app, name="deploy")
 app.add_typer(sweep.app, name="sweep")
 
 
@@ -143,6 +149,7 @@ _READING = frozenset(
         "watch",
         "trace",
         "report",
+        "dashboard",
         "sample",
         "checkpoint",
         "schema",
@@ -174,7 +181,7 @@ def _command(arguments: list[str]) -> str:
 def _started(arguments: list[str] | None) -> bool:
     """Whether the command may have started something that storage has then stopped."""
     words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not word.startswith("-")]
-    return words[:1] in (["train"], ["submit"], ["bench"]) or (
+    return words[:1] in (["train"], ["submit"], ["bench"], ["check"]) or (
         words[:1] == ["sweep"] and words[1:2] not in (["results"], ["best"], ["report"])
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from raydist.errors import RaydistError, UsageError
-from raydist.planner import estimate
+from raydist.planner import estimate, shares
 from raydist.planner.facts import Machine
 from raydist.planner.speed import NAMES, Device, Speed, find, refusal, speed
 from raydist.planner.vocabulary import vocabulary
@@ -163,7 +163,7 @@ class SpeedEstimator:
         each, strategy = job.cluster.gpus_per_worker, job.parallel.strategy
         if each != "auto" and each < 1:
             return NO_GPU if not each else f"cluster.gpus_per_worker is {each:g}"
-        if strategy not in estimate.planned(job):
+        if strategy not in shares.planned(job):
             return f"{strategy} has no PLAN"
         machine = Machine(job.cluster.most, _PER_NODE, "cuda")
         model, flops = self._model(job)

@@ -103,6 +103,7 @@ class TokenSplit:
         self.end = index.tokenizer.end
         self.shards = index.split(name).shards
         self._ends = index.split(name).ends
+        self._checked_ends: IntArray | None = None
         self.counts = TokenSplit(storage, index, name, COUNTS) if index.chat is not None and column == COLUMN else None
         self.dtype = np.dtype(index.dtype if column == COLUMN else np.uint8)
         self._column = column
@@ -169,7 +170,10 @@ class TokenSplit:
         return made
 
     def ends(self) -> IntArray:
-        """The positions of the documents' end tokens, ascending: memory-mapped, 8 bytes a document on disk. Raises DataError."""
+        """The positions of the documents' end tokens, ascending: memory-mapped, 8 bytes a document on disk.
+
+        Raises DataError, also if their hash is not the index's.
+        """
         if self._ends is None:
             raise DataError(
                 f"{self._storage.uri}: the ends of its documents are not stored: an older version of raydist prepared it",
@@ -177,10 +181,24 @@ class TokenSplit:
             )
         if not self._ends.bytes:
             return np.empty(0, dtype=np.int64)
-        path = self._local(self._ends)
-        if path.stat().st_size != self._ends.bytes:
-            raise DataError(f"{path}: not {self._ends.bytes} bytes", "delete the dataset and prepare it again")
-        return np.memmap(path, dtype="<i8", mode="r")
+        if self._checked_ends is None:
+            self._checked_ends = self._map_ends(self._ends)
+        return self._checked_ends
+
+    def _map_ends(self, wanted: Ends) -> IntArray:
+        path = self._local(wanted)
+        try:
+            if path.stat().st_size != wanted.bytes:
+                raise DataError(f"{path}: not {wanted.bytes} bytes", "delete the dataset and prepare it again")
+            mapped = np.memmap(path, dtype="<i8", mode="r")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error}", "`raydist data verify` lists all damage") from error
+        if xxhash.xxh3_128_hexdigest(mapped.data) != wanted.hash:
+            raise DataError(
+                f"{path}: its bytes are not those that were written",
+                "`raydist data verify` lists all damage; restore the file, or delete the dataset and prepare it again",
+            )
+        return mapped
 
     def files(self, starts: IntArray, length: int | IntArray) -> list[str]:
         """Paths or URIs of the shards that contain the `length` tokens from each of `starts` on."""

@@ -81,7 +81,7 @@ def _print_to(fd: int) -> None:
 
 def train(order: dict[str, Any], agent: Agent, heartbeat: Heartbeat, startup: Startup) -> dict[str, Any]:
     """Returns the loop's outcome as plain data. `order`: the supervisor's order for all ranks, with `rank` and `node_ip`."""
-    from raydist.run.directory import RunDir
+    from raydist.run.directory import RunDir, await_attempt
     from raydist.spec import parse
     from raydist.worker import distributed, model_transforms
     from raydist.worker.attempt import Job, MonitorChannel
@@ -89,7 +89,8 @@ def train(order: dict[str, Any], agent: Agent, heartbeat: Heartbeat, startup: St
     from raydist.worker.loop import train
 
     startup.done("import")
-    spec = parse(order["spec"])
+    spec, run = parse(order["spec"]), RunDir(order["run"])
+    await_attempt(run, order["attempt"])  # before anything is read as if this were a new run, or is written
     rank = distributed.start(
         gpus=order["gpus"],
         threads=max(1, int(spec.cluster.cpus_per_worker)),
@@ -99,7 +100,7 @@ def train(order: dict[str, Any], agent: Agent, heartbeat: Heartbeat, startup: St
     startup.done("rendezvous")
     job = Job(
         spec=spec,
-        run=RunDir(order["run"]),
+        run=run,
         dataset=order["dataset"],
         attempt=order["attempt"],
         until=order["until"],

@@ -24,7 +24,7 @@ from raydist.errors import RaydistError, StorageError, TrainingStopped
 from raydist.launch.zygote import leave
 from raydist.records import Event
 from raydist.run import requests
-from raydist.run.directory import SPEC, RunDir, begin_attempt, check_name, default_storage
+from raydist.run.directory import SPEC, RunDir, await_attempt, begin_attempt, check_name, default_storage
 from raydist.run.lease import DriverLease
 from raydist.run.log import last_attempt
 from raydist.run.log_writer import RunLog
@@ -142,6 +142,7 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
     if not first:
         spec = hub.local(spec, options.storage, present=True)
         dataset, attempt = data.open_or_prepare(spec.data, options.storage), run.lineage().newest
+        await_attempt(run, attempt or 1)
     log = _Log(run, lease, attempt, rank.world_size, quiet=options.json) if lease else None
     job = Job(spec, run, dataset, attempt, options.until, options.allow_spec_change)
     try:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raydist.extension_plans import optimizer_plan
-from raydist.planner.estimate import Measure, batches, estimates, plan_of, planned, refusal, replicas, shard_of
+from raydist.planner.estimate import Measure, estimates, refusal
 from raydist.planner.facts import ROOT, Estimate, Machine, Model
+from raydist.planner.shares import batches, plan_of, planned, replicas, shard_of
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec

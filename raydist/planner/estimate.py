@@ -1,4 +1,4 @@
-"""The bytes that a rank holds and sends, by strategy, for `raydist plan`.
+"""The bytes that a rank holds, by strategy, for `raydist plan`. Those that it sends: traffic.py.
 
 Runs anywhere. Plain python: no torch, no ray.
 
@@ -18,70 +18,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
-from raydist.extension_plans import (
-    StrategyPlan,
-    buckets,
-    compressor_plan,
-    optimizer_plan,
-    strategies,
-    strategy_plan,
-)
-from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak, Traffic
+from raydist.extension_plans import StrategyPlan, optimizer_plan
+from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak
 from raydist.planner.pipeline import StageBytes, heaviest_moment
+from raydist.planner.shares import BYTES, FP32, batches, plan_of, replicas, shard_of, units
+from raydist.planner.traffic import ddp_bucket, outer_sent, sent_bytes, tensor_traffic, traffic
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec, OptimSpec
 
 Measure = Callable[[Pass], Activations]
-_FP32 = 4
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_DDP_BUCKET_MB = 25.0  # torch's default
-_FIRST_BUCKET = 2**20  # dist._DEFAULT_FIRST_BUCKET_BYTES
 _IN_FLIGHT = 2  # zero1, zero2: units in flight at a time; worker/parallel/_zero.py's IN_FLIGHT
 _SWAP_BUFFERS = 4  # nvme: chunks in memory; worker/optim/offload/moments.py's BUFFERS, and hostcopy.py's WINDOW
-
-
-def batches(spec: JobSpec, ranks: int) -> tuple[int, int]:
-    """(sequences per micro-batch, micro-batches per step) on the replica with the most, as data/batches.py distributes them.
-
-    `ranks`: of the whole run. With data.batching of the largest micro-batch, as if all were: documents are not known here.
-    """
-    batching, replicas = spec.data.batching, ranks // spec.parallel.replica
-    if batching is not None:
-        rows, length = spec.largest_pass
-        step = -(-batching.global_tokens // length) if batching.global_tokens is not None else spec.train.global_batch
-        return rows, -(-step // (replicas * rows))
-    most = -(-spec.train.global_batch // replicas)
-    count = -(-most // spec.train.micro_batch)
-    return -(-most // count), count
-
-
-def replicas(spec: JobSpec, machine: Machine) -> int:
-    """Copies of the weights, over which strategies split the state: replicas of the model, and in them the ranks that share
-    sequences."""
-    return machine.ranks * spec.parallel.context // spec.parallel.replica
-
-
-def planned(spec: JobSpec) -> tuple[str, ...]:
-    """The strategies that can be planned, in the order of preference: the built-in ones, and the job's own where it has a PLAN."""
-    own, built_in = spec.parallel.strategy, strategies()
-    return built_in if own in built_in or strategy_plan(own) is None else (*built_in, own)
-
-
-def plan_of(strategy: str) -> StrategyPlan:
-    """The PLAN of a strategy that `planned` has."""
-    plan = strategy_plan(strategy)
-    assert plan is not None, strategy
-    return plan
-
-
-def shard_of(strategy: str, spec: JobSpec, machine: Machine) -> int:
-    """Replicas that share one copy of the state that the strategy shards: of each rank of a tensor group, its part."""
-    plan = plan_of(strategy)
-    if not plan.sharded:
-        return 1
-    count, on_node = replicas(spec, machine), max(machine.per_node // spec.parallel.tensor, 1)
-    return count if plan.group is None else plan.group(spec, count, on_node)
 
 
 def refusal(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> str | None:
@@ -154,7 +102,7 @@ def _tied(strategy: str, spec: JobSpec, machine: Machine, model: Model, own: Seq
     having = Counter(p.name for stage in model.stages for p in stage.model.params if p.trained)
     shard = shard_of(strategy, spec, machine) if plan_of(strategy).sharded else 1
     shared = (p for n in own for p in model.stages[n].model.params if having[p.name] > 1)
-    return round(sum(2 * (having[p.name] - 1) / having[p.name] * p.part(shard) * _FP32 for p in shared))
+    return round(sum(2 * (having[p.name] - 1) / having[p.name] * p.part(shard) * FP32 for p in shared))
 
 
 def _estimate(
@@ -170,11 +118,11 @@ def _estimate(
     params = [p for model, _ in stages for p in model.params]
     # Ranks that parameters, gradients and optimizer state are split over.
     over = [shard if state in sharded else 1 for state in ("parameters", "gradients", "optimizer")]
-    parameters = _FP32 * sum(p.part(over[0]) for p in params)
-    gradients = _FP32 * sum(p.part(over[1]) for p in params if p.trained)
+    parameters = FP32 * sum(p.part(over[0]) for p in params)
+    gradients = FP32 * sum(p.part(over[1]) for p in params if p.trained)
     optimizer = sum(optimizer_bytes(p, spec.optim, over[2]) for p in params if p.trained)
     host = disk = 0
-    updated = _FP32 * sum(p.part(over[2]) for p in params if p.trained)
+    updated = FP32 * sum(p.part(over[2]) for p in params if p.trained)
     if spec.offload.optimizer == "nvme":
         buffers = int(min(_SWAP_BUFFERS * spec.offload.chunk_mb * 2**20, optimizer))
         disk, optimizer = optimizer, buffers
@@ -227,11 +175,11 @@ def _copy(sharded: bool, spec: JobSpec, machine: Machine, model: Model, shard: i
     for part, over in model.by_replicas(shard if sharded else replicas(spec, machine)):
         optimizer = sum(optimizer_bytes(p, spec.optim) for p in part.params if p.trained)
         weights = part.size(trained=spec.model.lora is not None)  # frozen ones beside adapters are in no copy
-        made += -(-(_FP32 * weights + part.buffers + optimizer) // over)
+        made += -(-(FP32 * weights + part.buffers + optimizer) // over)
         if spec.comm.every is not None:  # of each replica its own, beside outer weights and momentum by rows
             trained = part.size(trained=True)
-            made += (_FP32 * trained + optimizer) // (over if sharded else 1) + _FP32 * trained // over
-            made += _outer_sent(spec, trained // (over if sharded else 1)) if spec.comm.delay else 0
+            made += (FP32 * trained + optimizer) // (over if sharded else 1) + FP32 * trained // over
+            made += outer_sent(spec, trained // (over if sharded else 1)) if spec.comm.delay else 0
     return made
 
 
@@ -240,15 +188,6 @@ def optimizer_bytes(param: Param, optim: OptimSpec, ranks: int = 1) -> int:
     plan = optimizer_plan(optim.name) or optimizer_plan("adamw")
     assert plan is not None
     return plan.state_bytes(param.name, tuple(param.rows(ranks)), optim)
-
-
-def _units(model: Model, ranks: int, trained: bool = False) -> dict[int, int]:
-    """Unit -> elements of one rank's part of it, padded to the largest rank's rows."""
-    found: dict[int, int] = {}
-    for p in model.params:
-        if p.trained or not trained:
-            found[p.unit] = found.get(p.unit, 0) + p.part(ranks)
-    return found
 
 
 def _replicated_in_flight(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model) -> int:
@@ -260,19 +199,19 @@ def _replicated_in_flight(plan: StrategyPlan, spec: JobSpec, machine: Machine, m
 def _replicated_part(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, ranks: int) -> int:
     if ranks == 1:
         return 0
-    reduce = _BYTES[spec.precision.reduce]
+    reduce = BYTES[spec.precision.reduce]
     if not plan.sharded:
         trained = model.size(trained=True)
         # Buckets are the gradients themselves. But micro-batches without a sum accumulate in extra memory, until the last one.
-        beside = _FP32 * trained if batches(spec, machine.ranks)[1] > 1 else 0
-        if reduce == _FP32:
+        beside = FP32 * trained if batches(spec, machine.ranks)[1] > 1 else 0
+        if reduce == FP32:
             return beside
-        bucket = _ddp_bucket(spec) / _FP32
+        bucket = ddp_bucket(spec) / FP32
         return beside + int(reduce * min(max(bucket, *(p.part(1) for p in model.params)), trained))
-    largest = max(_units(model, ranks, trained=True).values(), default=0)
+    largest = max(units(model, ranks, trained=True).values(), default=0)
     slots = _IN_FLIGHT * (ranks + 1) * largest
     arriving = _IN_FLIGHT * ranks * largest if _direct(machine) else 0
-    return slots * (_FP32 if reduce == _FP32 else reduce + _FP32) + arriving * reduce
+    return slots * (FP32 if reduce == FP32 else reduce + FP32) + arriving * reduce
 
 
 def _direct(machine: Machine) -> bool:
@@ -288,7 +227,7 @@ def _stays_gathered(strategy: str, spec: JobSpec, machine: Machine, model: Model
     shard = shard_of(strategy, spec, machine)
     stays = 0
     for part, over in model.by_replicas(shard):
-        each, parts = _BYTES[spec.precision.params] * over, _units(part, over)
+        each, parts = BYTES[spec.precision.params] * over, units(part, over)
         root = each * parts.pop(ROOT, 0)
         blocks = [each * parts[i] for i in sorted(parts)]
         kept = {True: 0, False: sum(blocks), "auto": (blocks or [0])[-1]}
@@ -317,9 +256,9 @@ def _fully_sharded(
 def _fully_sharded_part(
     spec: JobSpec, machine: Machine, model: Model, shard: int, peaks: Sequence[Peak]
 ) -> tuple[list[Moment], int]:
-    compute, reduce = _BYTES[spec.precision.params], _BYTES[spec.precision.reduce]
+    compute, reduce = BYTES[spec.precision.params], BYTES[spec.precision.reduce]
     ahead, reshard = spec.parallel.prefetch, spec.parallel.reshard_after_forward
-    parts, sums = _units(model, shard), _units(model, shard, trained=True)
+    parts, sums = units(model, shard), units(model, shard, trained=True)
     root = compute * shard * parts.pop(ROOT, 0)
     sums_root = sums.pop(ROOT, 0)
     blocks = [compute * shard * parts[i] for i in sorted(parts)]
@@ -330,7 +269,7 @@ def _fully_sharded_part(
 
     # A shard's sum comes out of the reduce-scatter in its format; added to the gradient in fp32.
     def reducing(part: int) -> int:
-        return reduce * shard * part + (_FP32 if reduce == _FP32 else _FP32 + reduce) * part
+        return reduce * shard * part + (FP32 if reduce == FP32 else FP32 + reduce) * part
 
     held = {
         "forward": (root + at_work, min(1 + ahead, len(blocks)) * block),
@@ -345,80 +284,14 @@ def _fully_sharded_part(
     return moments, reduce * shard * max(sums_block, sums_root) if _direct(machine) else 0
 
 
-def traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> Traffic:
-    """Bytes that one rank sends to other replicas in one step, by ring algorithms, without the few bytes of the norm and the
-    loss. With comm.every on average: what an outer step sends, divided by the steps."""
-    ranks, shard = replicas(spec, machine), shard_of(strategy, spec, machine)
-    plan = plan_of(strategy)
-    if plan.traffic is not None and ranks > 1:
-        return Traffic(*plan.traffic(spec, machine, model))
-    made = Traffic(0, 0, 0)
-    for (part, over), (_, over_shard) in zip(model.by_replicas(ranks), model.by_replicas(shard), strict=True):
-        one = _traffic(plan, spec, machine, part, over, over_shard)
-        made = Traffic(made.gathers + one.gathers, made.sums + one.sums, made.across + one.across)
-    return made
-
-
-def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, ranks: int, shard: int) -> Traffic:
-    """Of parameters that so many ranks hold, `shard` of them one copy of the sharded state."""
-    if ranks == 1:
-        return Traffic(0, 0, 0)
-    count = batches(spec, machine.ranks)[1]
-    compute, reduce = _BYTES[spec.precision.params], _sent_bytes(spec)
-    every = spec.comm.every
-    if every is not None:
-        reduce = _outer_bytes(spec) / every
-    if not plan.sharded:
-        return Traffic(0, round(2 * (ranks - 1) / ranks * model.size(trained=True) * reduce), 0)
-    grads = sum(_units(model, shard, trained=True).values())
-    if "parameters" not in plan.sharded:
-        each = (ranks - 1) * grads
-        return Traffic(each * _FP32, round(each * reduce * (count if "gradients" in plan.sharded else 1)), 0)
-    parts = _units(model, shard)
-    once = parts.pop(ROOT, 0)
-    blocks = [parts[i] for i in sorted(parts)]
-    match spec.parallel.reshard_after_forward:
-        case False:
-            gathers = once + sum(blocks)
-        case True:
-            gathers = once + 2 * sum(blocks)
-        case _:
-            gathers = once + 2 * sum(blocks[:-1]) + sum(blocks[-1:])
-    copies = ranks // shard
-    across = 2 * (copies - 1) / copies * grads * reduce
-    each = (shard - 1) * count
-    # Of several copies only what goes between them is compressed.
-    within = reduce if copies == 1 and every is None else _BYTES[spec.precision.reduce]
-    return Traffic(each * gathers * compute, round(each * grads * within), round(across))
-
-
-def _sent_bytes(spec: JobSpec) -> float:
-    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32, as does auto."""
-    if not spec.comm.compresses:
-        return _BYTES[spec.precision.reduce]
-    plan = compressor_plan(spec.comm.compress)
-    return plan.bits / 8 if plan is not None else _FP32
-
-
 def _compression(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
     """Bytes that compression keeps: of each gradient that a rank sends what is left, before and after a step, and encoded ones."""
     ranks = replicas(spec, machine)
     if not spec.comm.compresses or ranks == 1 or not plan.compresses:
         return 0
     over = shard if "parameters" in plan.sharded and shard < ranks else 1
-    each = 2 * _sent_bytes(spec) + (2 * _FP32 if spec.comm.feedback else _FP32)
+    each = 2 * sent_bytes(spec) + (2 * FP32 if spec.comm.feedback else FP32)
     return round(each * sum(p.part(over) for p in model.params if p.trained))
-
-
-def _outer_bytes(spec: JobSpec) -> float:
-    """Of one number of an outer gradient, as it is sent."""
-    plan = compressor_plan(spec.comm.compress) if spec.comm.rounds else None
-    return plan.bits / 8 if plan is not None else _FP32
-
-
-def _outer_sent(spec: JobSpec, numbers: int) -> int:
-    """Bytes of a buffer that has one fragment, as it is sent."""
-    return round(_outer_bytes(spec) * numbers / spec.comm.fragments)
 
 
 def _outer(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
@@ -429,38 +302,5 @@ def _outer(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, sh
     whole = "parameters" not in plan.sharded
     numbers = sum(p.part(1 if whole else shard) for p in model.params if p.trained)
     apart = max(replicas(spec, machine) // (1 if whole else shard), 1)
-    outer = _FP32 * (numbers if spec.comm.rounds else numbers // apart)
-    return (
-        outer + 2 * _FP32 * numbers // apart + 2 * _outer_sent(spec, numbers) + _FP32 * numbers // spec.comm.fragments
-    )
-
-
-def last_share(strategy: str, spec: JobSpec, model: Model) -> float:
-    """Share of a step's sums that is sent after the last backward pass, and of its gathers before the first forward pass: what no
-    computation overlaps. The last bucket of ddp; else the parameters of no block, or where every one is in a block, one block."""
-    whole = model.size(trained=True)
-    if not whole:
-        return 0.0
-    if buckets(strategy):
-        # torch's first bucket has 1 MiB, so that sums begin early.
-        rest = whole - _FIRST_BUCKET / _FP32
-        bucket = _ddp_bucket(spec) / _FP32
-        return 1.0 if rest <= 0 else min(rest % bucket or bucket, whole) / whole
-    units = _units(model, 1, trained=True)
-    return units.get(ROOT, 0) / whole or max(units.values()) / whole
-
-
-def _ddp_bucket(spec: JobSpec) -> float:
-    """Bytes of a bucket in fp32."""
-    asked = spec.parallel.bucket_mb
-    return (_DDP_BUCKET_MB if asked is None or asked == "auto" else asked) * 2**20
-
-
-def tensor_traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations) -> int:
-    """Bytes that one rank sends to its tensor and context groups in one step: those of the passes, as measured, and the sum over
-    the tensor group of its gradients of parameters that are whole there, of which it has the rows that the strategy gives it."""
-    ranks = spec.parallel.tensor
-    shard = shard_of(strategy, spec, machine)
-    whole = sum(p.part(shard) for p in model.params if p.trained and p.whole is None) if ranks > 1 else 0
-    passes = batches(spec, machine.ranks)[1] * activations.tensor_sent
-    return passes + round(2 * (ranks - 1) / ranks * whole * _FP32)
+    outer = FP32 * (numbers if spec.comm.rounds else numbers // apart)
+    return outer + 2 * FP32 * numbers // apart + 2 * outer_sent(spec, numbers) + FP32 * numbers // spec.comm.fragments

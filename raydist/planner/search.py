@@ -19,8 +19,9 @@ from pydantic import ValidationError
 
 from raydist import registry
 from raydist.planner.advice import changed, divisors, listed, value
-from raydist.planner.estimate import estimates, measured, planned, refusal, replicas
+from raydist.planner.estimate import estimates, measured, refusal
 from raydist.planner.facts import Activations, Estimate, Machine, Model, Pass, Peak
+from raydist.planner.shares import planned, replicas
 from raydist.planner.speed import Device, Speed, speed
 
 if TYPE_CHECKING:

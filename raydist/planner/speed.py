@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from raydist.planner.estimate import batches, last_share, plan_of, replicas, shard_of, tensor_traffic, traffic
 from raydist.planner.facts import Activations, Machine, Model, Traffic
+from raydist.planner.shares import batches, plan_of, replicas, shard_of
+from raydist.planner.traffic import last_share, tensor_traffic, traffic
 from raydist.worker.metrics.flops import PEAK_FLOPS, PEAK_FP32, known_device
 from raydist.worker.pipeline_schedule import timeline
 

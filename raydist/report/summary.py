@@ -6,8 +6,9 @@ Runs anywhere. Must not import torch or ray. docs/reference/records.md is the in
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -21,6 +22,10 @@ from raydist.run.log import Segment, merge, plain, read_events, read_segments, r
 from raydist.run.status import read_state
 from raydist.storage import Storage
 
+T = TypeVar("T")
+_REQUESTS = 32
+"""Of `runs` to remote storage at the same time."""
+
 
 def show(run: RunDir) -> dict[str, Any]:
     """{"run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "faults", "workers"}.
@@ -28,8 +33,11 @@ def show(run: RunDir) -> dict[str, Any]:
     Plain data for strict JSON. Unknown values are None: no step or eval yet, or the bytes of a checkpoint with a damaged manifest.
     Raises StorageError.
     """
-    state = read_state(run)
-    events, segments = read_events(run), read_segments(run)
+    return told(run, read_state(run), read_events(run), read_segments(run))
+
+
+def told(run: RunDir, state: Mapping[str, Any], events: list[Event], segments: list[Segment]) -> dict[str, Any]:
+    """The same of what was read already. Reads checkpoints and faults. Raises StorageError."""
     rows, held_out = merge(segments), evals(events)
     status = _status(state, events)
     return {
@@ -56,30 +64,38 @@ def runs(storage: str | None = None) -> list[dict[str, Any]]:
     whose files cannot be read is "damaged", with the reason on stderr. Raises StorageError.
     """
     home = Storage(storage or default_storage())
-    found = []
-    for name in home.folders():
-        run = RunDir(home.at(name))
-        if name.startswith(".") or home.size(f"{name}/{SPEC}") is None:
-            continue
-        try:
-            state = read_state(run)
-            if "step" not in state:
-                # Trained without a monitor (launch.standalone): read its records.
-                facts = show(run)
-                state = {**facts, "step": facts["steps"]}
-        except StorageError as error:  # one run's file must not hide the others
-            print(f"raydist: {error}", file=sys.stderr)
-            state = {"status": "damaged", "step": None}
-        found.append(
-            {
-                "run": run.name,
-                "path": run.uri,
-                "status": state["status"],
-                "steps": state["step"],
-                **{key: state.get(key) for key in ("loss", "eval_loss", "tokens_per_second")},
-            }
-        )
-    return found
+    return [row for row in of_each(home, lambda name: _row(home, name)) if row is not None]
+
+
+def of_each(home: Storage, read: Callable[[str], T]) -> list[T]:
+    """What `read` returns for the name of each folder that may be a run or a sweep, in order."""
+    names = [name for name in home.folders() if not name.startswith(".")]
+    if home.local is not None:
+        return [read(name) for name in names]
+    with ThreadPoolExecutor(_REQUESTS) as pool:  # each request to an object store takes tens of milliseconds
+        return list(pool.map(read, names))
+
+
+def _row(home: Storage, name: str) -> dict[str, Any] | None:
+    """Of `runs`; None if no run was started in that folder."""
+    if home.size(f"{name}/{SPEC}") is None:
+        return None
+    run = RunDir(home.at(name))
+    try:
+        return row(run, read_state(run))
+    except StorageError as error:  # one run's file must not hide the others
+        print(f"raydist: {error}", file=sys.stderr)
+        return row(run, {"status": "damaged", "step": None})
+
+
+def row(run: RunDir, state: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of `runs`. `state`: of `read_state`. Raises StorageError."""
+    if "step" not in state:
+        # Trained without a monitor (launch.standalone): read its records.
+        facts = show(run)
+        state = {**facts, "step": facts["steps"]}
+    figures = {key: state.get(key) for key in ("loss", "eval_loss", "tokens_per_second")}
+    return {"run": run.name, "path": run.uri, "status": state["status"], "steps": state["step"], **figures}
 
 
 def steps(run: RunDir) -> Iterator[dict[str, Any]]:
@@ -88,7 +104,7 @@ def steps(run: RunDir) -> Iterator[dict[str, Any]]:
         yield from (plain(row) for row in batch.to_pylist())
 
 
-def _status(state: dict[str, Any], events: list[Event]) -> str:
+def _status(state: Mapping[str, Any], events: list[Event]) -> str:
     if "heartbeat_at" not in state and events and events[-1].kind == "ended":
         return str(events[-1].data["status"])
     return str(state["status"])

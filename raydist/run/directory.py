@@ -41,7 +41,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from raydist.errors import RunNotFound, UsageError
+from raydist.errors import RunNotFound, StorageError, UsageError
 from raydist.parsing import quoted
 from raydist.run import storage_choice
 from raydist.storage import Storage
@@ -67,6 +67,8 @@ _DELETED = frozenset(
 """What `start_anew` deletes: all that raydist writes into a run's folder, but ATTEMPTS and DRIVERS."""
 _UNFINISHED = tuple(f".tmp-{name}" for name in (SPEC, STATE, EVENTS, REPORT))
 
+NOTE_S = 60.0
+"""How long a note that one node has written may take to be seen on another."""
 LONGEST_NAME = 1024
 """Characters of the name, path or URI of a run."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -128,8 +130,8 @@ class Lineage:
 class Folder:
     """A folder of a run or of a sweep, by path or URI. Opening it neither creates nor checks anything.
 
-    A local folder is created with mode 0700: its files have texts of the training data and the environment. To share it, change
-    its mode; raydist does not change it again.
+    A local folder is created with mode 0700, and its files with mode 0600: they have texts of the training data and the
+    environment. To share it, change its mode; raydist does not change it again, and new files get its permissions for others.
     """
 
     def __init__(self, uri: str | os.PathLike[str] | Storage) -> None:
@@ -244,6 +246,22 @@ def resume_attempt(run: RunDir, number: int, step: int) -> None:
         )
     body = {"attempt": number, "step": step, "at": time.time()}
     run.storage.write(f"{ATTEMPTS}/{number:04d}-from-{step:08d}.json", json.dumps(body).encode())
+
+
+def await_attempt(run: RunDir, number: int, wait_s: float = NOTE_S) -> None:
+    """Returns once the note of attempt `number`, which the driver has written, can be seen from here.
+
+    If a node has not mounted the storage, or mounts another one, its folder looks like that of a new run. Raises StorageError after
+    `wait_s`; NFS may show a new file that late.
+    """
+    deadline, name = time.monotonic() + wait_s, f"{ATTEMPTS}/{number:04d}.json"
+    while run.storage.size(name) is None:
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"{run.uri} on {socket.gethostname()} does not have {name}, which the driver has written: it is another folder",
+                "is its file system mounted there? All nodes need the same --storage",
+            )
+        time.sleep(min(1.0, wait_s))
 
 
 def start_anew(run: RunDir) -> None:

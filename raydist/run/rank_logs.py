@@ -15,6 +15,8 @@ from pathlib import PurePosixPath
 
 from raydist.run.directory import LOGS, RunDir
 
+TAIL_BYTES = 1 << 16
+"""Bytes at the end of a rank's output that `tail` reads."""
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 _LONGEST = 1 << 20
 _PART = re.compile(r"rank-(\d+)(?:\.(\d+))?\.log")
@@ -29,6 +31,26 @@ def attempts(run: RunDir) -> list[int]:
     """The attempts that have logs, ascending. Raises StorageError."""
     found = (_ATTEMPT.fullmatch(folder) for folder in run.storage.folders(LOGS))
     return sorted(int(match[1]) for match in found if match)
+
+
+def tail(run: RunDir, attempt: int, rank: int) -> str:
+    """The end of a rank's output in an attempt, in whole lines, at most TAIL_BYTES; empty if it wrote none. Raises StorageError."""
+    parts = {}
+    for path, size in run.storage.files(f"{LOGS}/attempt-{attempt:04d}").items():
+        match = _PART.fullmatch(PurePosixPath(path).name)
+        if match and int(match[1]) == rank:
+            parts[int(match[2] or 1)] = path, size
+    found, cut = b"", False
+    for _, (path, size) in sorted(parts.items(), reverse=True):
+        missing = TAIL_BYTES - len(found)
+        if missing <= 0:
+            cut = True
+            break
+        with run.storage.open(path) as source:
+            source.seek(max(size - missing, 0))
+            found = bytes(source.read(missing)) + found
+        cut = size > missing
+    return (found.partition(b"\n")[2] if cut else found).decode(errors="replace")
 
 
 @dataclass(slots=True)

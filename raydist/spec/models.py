@@ -13,9 +13,9 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
-from raydist.spec import comm, virtual_ranks
+from raydist.spec import comm, mesh, virtual_ranks
 from raydist.spec.comm import CommSpec
-from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, near_divisors, problem
+from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, problem
 from raydist.spec.running import (
     CheckpointSpec,
     ClusterSpec,
@@ -132,11 +132,7 @@ class JobSpec(PartWithNewFields):
             )
         if (check := registry.described("model", self.model.name, "check_job")) is not None:
             check(self)
-        self._tensor_fits()
-        self._context_fits()
-        self._pipeline_fits()
-        self._experts_fit()
-        self._replicas_fit()
+        mesh.check(self)
         self._batching_fits()
         if self._by_tokens is None and self.cluster.most // self.parallel.replica > self.train.global_batch:
             what = (
@@ -164,108 +160,6 @@ class JobSpec(PartWithNewFields):
                           "would read the optimizer's whole state back from offload.optimizer: nvme",
                           "set it to null, or offload.optimizer: cpu")  # fmt: skip
         return self
-
-    def _tensor_fits(self) -> None:
-        tensor = self.parallel.tensor
-        if tensor == 1:
-            return
-        check = registry.described("model", self.model.name, "check_tensor")
-        if check is None:
-            raise problem("parallel.tensor", tensor, f"needs a model with rules how it is split; {self.model.name} has none",
-                          "add check_tensor and tensor_rules to the model (docs/reference/models.md), or set 1")  # fmt: skip
-        try:
-            check(self.model, tensor)
-        except SpecValueError as error:  # its field is relative to the model
-            raise problem(f"model.{error.field}", error.value, error.what, error.remedy) from None
-        if self.model.context % tensor:
-            raise problem("parallel.tensor", tensor, f"does not divide model.context {self.model.context}",
-                          near_divisors(self.model.context, tensor))  # fmt: skip
-        if self.cluster.spares % self.parallel.together:  # an odd spare would shift the ranks behind it to another node
-            raise problem("cluster.spares", self.cluster.spares, f"is no multiple of parallel.tensor: {tensor}",
-                          f"set it to a multiple of {tensor}, so that tensor groups stay on one node")  # fmt: skip
-        optimizer = optimizer_plan(self.optim.name)
-        if optimizer is not None and optimizer.whole_matrices:
-            raise problem("parallel.tensor", tensor, f"splits matrices, and optim.name: {self.optim.name} needs whole ones",
-                          "use adamw, or set 1")  # fmt: skip
-
-    def _context_fits(self) -> None:
-        parallel = self.parallel
-        context, ranks = parallel.context, parallel.context * parallel.tensor
-        if context == 1:
-            return
-        check = registry.described("model", self.model.name, "check_context")
-        if check is None:
-            raise problem("parallel.context", context, f"needs a model that shares sequences; {self.model.name} does not say so",
-                          "add check_context to the model (docs/reference/models.md), or set 1")  # fmt: skip
-        try:
-            check(self.model, parallel.tensor, context)
-        except SpecValueError as error:  # its field is relative to the model
-            raise problem(f"model.{error.field}", error.value, error.what, error.remedy) from None
-        if self.model.context % ranks:
-            times = f"times tensor: {parallel.tensor} " if parallel.tensor > 1 else ""
-            raise problem("parallel.context", context, f"{times}does not divide model.context {self.model.context}",
-                          f"set model.context to a multiple of {ranks}, or take fewer ranks")  # fmt: skip
-
-    def _pipeline_fits(self) -> None:
-        parallel = self.parallel
-        pipeline, stages, cut = parallel.pipeline, parallel.stages, parallel.pipeline_cut
-        if pipeline == 1:
-            for field, value in (("chunks", parallel.chunks != 1), ("pipeline_cut", cut is not None)):
-                if value:
-                    raise problem(f"parallel.{field}", getattr(parallel, field), "needs stages on several ranks",
-                                  f"set parallel.pipeline: 2 or more, or leave {field} out")  # fmt: skip
-            return
-        if cut is not None and len(cut) != stages:
-            raise problem("parallel.pipeline_cut", cut, f"has {len(cut)} numbers for {stages} stages (pipeline x chunks)",
-                          "give the number of blocks of each stage")  # fmt: skip
-        if self.model.name in registry.names("model"):  # of others only the worker knows the blocks
-            layers = self.model.layers
-            if stages > layers:
-                raise problem("parallel.pipeline", pipeline,
-                              f"makes {stages} stages (pipeline x chunks), and the model has {layers} blocks (model.layers)",
-                              "take fewer stages or more layers")  # fmt: skip
-            if cut is not None and sum(cut) != layers:
-                raise problem("parallel.pipeline_cut", cut, f"has {sum(cut)} blocks in all, and the model has {layers}",
-                              "give the number of blocks of each stage")  # fmt: skip
-        if self.train.compile is True:
-            raise problem("train.compile", True, "compiles the whole model, and with parallel.pipeline no rank has it",
-                          "set train.compile: blocks")  # fmt: skip
-
-    def _experts_fit(self) -> None:
-        expert = self.parallel.expert
-        if expert == 1:
-            return
-        count = registry.described("model", self.model.name, "experts")
-        if count is None:
-            raise problem("parallel.expert", expert, f"needs a model with experts, and {self.model.name} has none",
-                          "set 1, or take a model whose file has `experts` (docs/reference/models.md)")  # fmt: skip
-        if count(self.model) % expert:
-            raise problem("parallel.expert", expert, f"does not divide the {count(self.model)} experts of a layer",
-                          near_divisors(count(self.model), expert))  # fmt: skip
-        optimizer = optimizer_plan(self.optim.name)
-        if optimizer is not None and optimizer.whole_matrices:
-            raise problem("parallel.expert", expert, f"needs an optimizer that works element by element, not {self.optim.name}",
-                          "use adamw, or set 1")  # fmt: skip
-
-    def _replicas_fit(self) -> None:
-        parallel, cluster = self.parallel, self.cluster
-        for workers in sorted({cluster.least, cluster.most}):
-            if workers % parallel.unit == 0:
-                continue
-            if workers % parallel.replica == 0:
-                raise problem("parallel.expert", parallel.expert,
-                              f"does not divide the {workers // parallel.pipeline} workers of a stage",
-                              f"set cluster.workers to a multiple of {parallel.unit}")  # fmt: skip
-            axes = [axis for axis in ("pipeline", "context", "tensor") if getattr(parallel, axis) > 1]
-            axis, *others = axes
-            size = getattr(parallel, axis)
-            if not others:
-                what, remedy = f"does not divide the {workers} workers", near_divisors(workers, size)
-            else:
-                times = " ".join(f"times {other}: {getattr(parallel, other)}" for other in others)
-                what = f"{times} does not divide the {workers} workers"
-                remedy = f"set cluster.workers to a multiple of {parallel.replica}"
-            raise problem(f"parallel.{axis}", size, what, remedy)
 
     def _batching_fits(self) -> None:
         batching = self.data.batching

@@ -38,13 +38,15 @@ def check(spec: JobSpec) -> None:
         raise problem("train.micro_batch", train.micro_batch,
                       f"does not divide the {part} sequences of each of {name}: {count}",
                       near_divisors(part, train.micro_batch))  # fmt: skip
-    if parallel.tensor > 2:
-        raise problem("parallel.tensor", parallel.tensor, f"does not go with {name}: more than two terms of a sum over tensor "
-                      "parallel ranks have no fixed order", "set 1 or 2, or leave virtual_ranks out")  # fmt: skip
-    for axis in ("pipeline", "context", "expert"):
-        if getattr(parallel, axis) > 1:
-            raise problem(name, count, f"does not go with parallel.{axis}: {getattr(parallel, axis)}: sums over these ranks have "
-                          "no fixed order", f"set parallel.{axis}: 1, or leave virtual_ranks out")  # fmt: skip
+    sharing, each = parallel.replicas_with_experts, parallel.tensor * parallel.context
+    if parallel.expert > 1 and parallel.expert % each and each % parallel.expert:
+        raise problem("parallel.expert", parallel.expert, f"does not go with {name}: which replicas share experts depends on their "
+                      f"number, unless it divides parallel.tensor x context: {each}, or is a multiple of it",
+                      near_divisors(each, parallel.expert))  # fmt: skip
+    if count % sharing:
+        near = sorted({max(count // sharing, 1) * sharing, -(-count // sharing) * sharing})
+        raise problem(name, count, f"is no multiple of the {sharing} replicas that share experts (parallel.expert: "
+                      f"{parallel.expert})", f"try {' or '.join(map(str, near))}")  # fmt: skip
     most = spec.cluster.most // parallel.replica
     if most > count:
         replicas = "workers" if parallel.replica == 1 else "replicas of the model"

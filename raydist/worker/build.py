@@ -222,7 +222,15 @@ def divide_into_parts(spec: JobSpec, mesh: Mesh, strategy: ParallelStrategy) -> 
     if spec.train.virtual_ranks is None:
         return None
     together: int = strategy.reduces_together()  # type: ignore[attr-defined]  # its PLAN says that it has it
-    parts = Parts(spec.train.virtual_ranks, mesh.data_rank, mesh.data_size, together)
+    axis = mesh.of_state
+    parts = Parts(
+        spec.train.virtual_ranks,
+        axis.data_rank,
+        axis.data_size,
+        together,
+        replicas=mesh.data_size,
+        unit=spec.parallel.replicas_with_experts,
+    )
     strategy.parts = parts  # type: ignore[attr-defined]
     return parts
 

@@ -99,7 +99,7 @@ class TrainStep:
         """MESSAGES, as many elements as they have here."""
         if self.parts is None:
             return list(MESSAGES)
-        more = self.parts.count - 1
+        more = self.parts.tree.count - 1
         sizes = {
             "sums of the step": 6 + more,
             "sums of the evaluation": 2 + more,
@@ -362,11 +362,11 @@ class _Evaluation:
 
 
 def add_loss(sums: torch.Tensor, loss: torch.Tensor, parts: Parts | None) -> None:
-    """Adds a micro-batch's loss to the first of `sums`, or to that of its part."""
+    """Adds a micro-batch's loss to the first of `sums`, or to its term."""
     if parts is None:
         sums[0] += loss.detach()
-    elif parts.part is not None:
-        sums[parts.part] += loss.detach()
+    elif parts.term is not None:
+        sums[parts.term] += loss.detach()
 
 
 def _group_of(replica: Mesh) -> dist.ProcessGroup | None:

@@ -22,6 +22,7 @@ from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, StepRecord
 from raydist.report import summary
 from raydist.run.directory import SPEC, RunDir
+from raydist.storage import Storage
 
 KEYS = [
     "run", "path", "status", "steps", "loss", "eval_loss", "tokens_per_second", "attempts", "checkpoints", "faults",
@@ -90,6 +91,20 @@ def test_runs_json_is_a_list(run: RunDir) -> None:
         ("a-run", "finished", 3, run.uri)
     ]
     assert call("runs", "--storage", f"{run.uri}/nothing", "--json") == "[]\n"
+
+
+def test_runs_on_an_object_store(run: RunDir, s3: Any) -> None:
+    """The same rows in the same order, from several requests at once; what is no run is left out."""
+    stored = Storage(s3.uri("listed"))
+    for name in (f"r{number:02d}" for number in range(40)):
+        stored.write(f"{name}/{SPEC}", b"name: r\n")
+        stored.write(f"{name}/state.json", run.storage.read("state.json"))
+    stored.write("no-run/file", b"")
+    here = summary.runs(run.home.uri)[0]
+    listed = summary.runs(stored.full_uri)
+    assert listed == [
+        {**here, "run": name, "path": stored.at(name).uri} for name in sorted(f"r{number:02d}" for number in range(40))
+    ]
 
 
 def test_tables(run: RunDir) -> None:

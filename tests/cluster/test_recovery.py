@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raydist.cluster.run.recovery import CRASH_LOOP, Budget, History, Restart, Split, Stop, decide
+from raydist.cluster.run.recovery import CRASH_LOOP, Budget, FixedShapes, History, Restart, Split, Stop, decide
 from raydist.cluster.run.root_cause import Failure, RankError, is_echo, root_cause
 from raydist.spec import JobSpec
 
@@ -364,6 +364,16 @@ def test_out_of_memory_with_batching_halves_the_tokens() -> None:
     assert isinstance(found, Stop)
 
 
+def test_out_of_memory_with_virtual_ranks_keeps_the_shapes() -> None:
+    """Blocks are recomputed once; then it ends, and names what has the same bits."""
+    no_memory = fail("OutOfMemoryError: CUDA", kind="out_of_memory")
+    first, second = (decide(no_memory, History(), Policy(), FixedShapes(again)) for again in (False, True))
+    assert isinstance(first, Restart)
+    assert (first.recompute, first.after_s, first.micro_batch, first.max_tokens) == (True, 0.0, None, None)
+    assert isinstance(second, Stop)
+    assert "all blocks are recomputed; offload.optimizer: cpu, or parallel.strategy: zero3" in second.because
+
+
 def test_out_of_memory_is_never_tried_again_as_it_was() -> None:
     """If the user wants no other micro-batch, or the split is unknown, the run stops at once."""
 
@@ -373,6 +383,9 @@ def test_out_of_memory_is_never_tried_again_as_it_was() -> None:
     no_memory = fail("MemoryError", kind="out_of_memory")
     assert isinstance(decide(no_memory, History(), Stopping(), Split(32, 8, 2)), Stop)
     assert isinstance(decide(no_memory, History(), Policy()), Stop)
+    stopped = decide(no_memory, History(), Stopping(), FixedShapes(False))
+    assert isinstance(stopped, Stop)
+    assert "recovery.on_oom is stop; train.checkpoint_activations: full, offload" in stopped.because
 
 
 def test_rollbacks_restart_at_once_up_to_their_limit() -> None:

@@ -6,9 +6,12 @@ import shutil
 import threading
 from pathlib import Path
 
+import pytest
+
 from raydist.cluster.run.restart_loop import storage_gone
 from raydist.cluster.run.stop_request import StopRequest
-from raydist.run.directory import RunDir, begin_attempt, manifest_name, resume_attempt, step_folder
+from raydist.errors import StorageError
+from raydist.run.directory import RunDir, await_attempt, begin_attempt, manifest_name, resume_attempt, step_folder
 
 
 def test_an_unmounted_file_system_is_no_new_run(tmp_path: Path) -> None:
@@ -33,6 +36,19 @@ def test_an_unmounted_file_system_is_no_new_run(tmp_path: Path) -> None:
     later.start()
     assert storage_gone(run, 3, StopRequest(), wait_s=60.0) is None
     later.join()
+
+
+def test_a_rank_waits_for_the_note_of_its_attempt(tmp_path: Path) -> None:
+    """It may be seen late; on a node without the run's file system it never is: StorageError, and nothing is written."""
+    run = RunDir(tmp_path / "run")
+    later = threading.Timer(0.2, begin_attempt, (run, 2))
+    later.start()
+    await_attempt(RunDir(run.uri), 2)
+    later.join()
+    (tmp_path / "not-mounted").mkdir()
+    with pytest.raises(StorageError, match="not-mounted on .* does not have attempts/0002.json.* it is another folder"):
+        await_attempt(RunDir(tmp_path / "not-mounted"), 2, wait_s=0.0)
+    assert list((tmp_path / "not-mounted").iterdir()) == []
 
 
 def test_the_newest_checkpoint_never_goes_back(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from raydist.diagnosis._window import BIN_S, Store
 from raydist.errors import SpecError
 from raydist.extension_plans import optimizer_plan, strategy_plan
 from raydist.observe.exporters import resolve
-from raydist.planner.estimate import planned
+from raydist.planner.shares import planned
 from raydist.run.directory import RunDir
 from raydist.spec import load, parse
 from raydist.spec.load import read_yaml

@@ -90,9 +90,9 @@ def test_each_gradient_is_that_of_one_process(ranks: Any, world: int, per_node: 
         for got, one, plain in zip(steps, expected, every[0]["torch"][0], strict=True):
             assert got.keys() == one.keys()
             for name, gradient in got.items():
-                # Another order of additions: rounding alone.
-                torch.testing.assert_close(gradient, one[name], rtol=1e-5, atol=1e-7)
-                torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=1e-7)
+                # Another order of additions: rounding alone, which the update of weights with small gradients makes larger.
+                torch.testing.assert_close(gradient, one[name], rtol=1e-5, atol=3e-6)
+                torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=3e-6)
         two = way == "two_level" and (world, per_node) == (4, 2)
         assert ("all_to_all" in counts) == (two or way == "direct"), way
     if (world, per_node) == (

@@ -16,6 +16,7 @@ import torch
 
 from raydist.data.batches import MASKED, MicroBatch, equal_parts
 from raydist.spec import JobSpec
+from raydist.worker.dataloader import own_tokens
 from raydist.worker.distributed import Rank
 from raydist.worker.step import evaluate
 from tests.training import CONTEXT, GROUPED, MODEL, VARIANTS, Trainer, alone, counted, gather_parts, job, run, samples
@@ -31,7 +32,7 @@ Result = tuple[list[tuple[float, float]], str, float, dict[str, torch.Tensor]]
 def divided(trainer: Trainer, tokens: torch.Tensor, targets: torch.Tensor) -> list[MicroBatch]:
     """This rank's micro-batches, as the loader divides a batch."""
     assert trainer.parts is not None
-    made = []
+    made: list[MicroBatch] = []
     divide = trainer.parts.divide(equal_parts(trainer.spec.train.micro_batch))
     for ids in divide(np.arange(len(tokens)), trainer.mesh.data_rank, trainer.mesh.data_size):
         if len(ids):
@@ -39,7 +40,7 @@ def divided(trainer: Trainer, tokens: torch.Tensor, targets: torch.Tensor) -> li
         else:
             nothing = torch.full_like(targets[:1], MASKED)
             made.append(MicroBatch(tokens[:1], nothing, first=len(tokens), real=False))
-    return made
+    return [own_tokens(batch, trainer.mesh) for batch in made]
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -47,10 +48,11 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     found = trainer.whole()
     for slot in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
         parts: dict[str, torch.Tensor | None] = {}
-        for name, shard in trainer.shards.items():
-            held = trainer.optimizer.state[shard.local].get(slot)
-            parts[name] = None if held is None else shard.whole(held)
-        if any(part is not None for part in parts.values()):
+        for name in trainer.parameters.trained:
+            shard = trainer.shards.get(name)  # a stage has some
+            held = trainer.optimizer.state[shard.local].get(slot) if shard is not None else None
+            parts[name] = None if held is None or shard is None else shard.whole(held)
+        if (slot == "momentum_buffer") == (trainer.spec.optim.name == "sgd"):
             found |= {f"{slot} {n}": t for n, t in gather_parts(parts, trainer.rank, trainer.parameters).items()}
     return found
 
@@ -97,8 +99,9 @@ def _alone(text: str) -> Result:
 
 
 def reference(spec: JobSpec) -> Result:
-    """On one process, by ddp: all strategies have the same bits."""
-    plain = spec.model_copy(update={"parallel": job("ddp").parallel, "offload": job("ddp").offload})
+    """On one process, by ddp, with activations kept: all others have the same bits."""
+    train = spec.train.model_copy(update={"checkpoint_activations": "none"})
+    plain = spec.model_copy(update={"parallel": job("ddp").parallel, "offload": job("ddp").offload, "train": train})
     return _alone(plain.model_dump_json())
 
 
@@ -154,12 +157,56 @@ def test_with_everything_else_too(ranks: Any, feature: str) -> None:
         check(got, reference(spec))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_replicas_of_two_tensor_parallel_ranks(ranks: Any, strategy: str) -> None:
-    """Two replicas, each of two ranks that share each layer, have the bits of one such replica."""
-    made_of = {"cluster": {"workers": 4}, "parallel": {"strategy": strategy, "tensor": 2}}
-    spec = made(strategy, 4, 2, {**MODEL, "dropout": 0.1}, **made_of)
-    plain = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"strategy": "ddp"})})
-    expected = run(ranks, train, 2, plain)[0]
-    for got in run(ranks, train, 4, spec):
-        check(got, expected)
+DROPPING = {**MODEL, "dropout": 0.1}
+FOUR = {**DROPPING, "layers": 4, "heads": 4}
+SPARSE = {**DROPPING, "name": "mixtral"}
+UNTIED = {**FOUR, "tie_embeddings": False}
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any], int, dict[str, tuple[int, ...]]]] = {
+    "tensor 2": ({"tensor": 2}, DROPPING, 4, {"ddp": (4, 2), "zero1": (4,), "zero3": (4,)}),
+    "tensor 4": ({"tensor": 4}, FOUR, 2, {"zero1": (8, 4)}),
+    "pipeline 2": ({"pipeline": 2}, FOUR, 4, {"ddp": (4, 2), "zero1": (6,), "zero2": (4,), "zero3": (6,)}),
+    "two stages a rank": ({"pipeline": 2, "chunks": 2}, UNTIED, 4, {"ddp": (4, 2), "zero2": (4,)}),
+    "context 2": ({"context": 2}, DROPPING, 4, {"ddp": (4, 2), "zero1": (6,), "zero2": (6,), "hsdp in pairs": (8,)}),
+    "expert 2": (
+        {"expert": 2},
+        SPARSE,
+        8,
+        {"ddp": (4, 2), "zero1": (6,), "zero2": (4,), "zero3": (6,), "hsdp in pairs": (4,)},
+    ),
+    "expert 2 in tensor 4": ({"expert": 2, "tensor": 4}, {**SPARSE, "heads": 4}, 2, {"zero3": (8, 4)}),
+    "expert 4, tensor 2": ({"expert": 4, "tensor": 2}, {**SPARSE, "name": "deepseek"}, 4, {"zero2": (8, 4)}),
+    "all but context": ({"tensor": 2, "pipeline": 2, "expert": 2}, {**SPARSE, "layers": 4}, 2, {"zero1": (8, 4)}),
+}
+"""Fields of `parallel`, the model, virtual ranks, and of each strategy the numbers of ranks."""
+
+
+def of_mesh(mesh: str, strategy: str) -> JobSpec:
+    """A job of it."""
+    fields, model, parts, of_strategy = MESHES[mesh]
+    sections = {"parallel": {**VARIANTS[strategy], **fields}, "cluster": {"workers": of_strategy[strategy][0]}}
+    return made(strategy, parts, 2, model, **sections)
+
+
+@functools.cache
+def _of_one(ranks: Any, world: int, text: str) -> Result:
+    found: Result = run(ranks, train, world, JobSpec.model_validate_json(text))[0]
+    return found
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [(mesh, name) for mesh in MESHES for name in MESHES[mesh][3]])
+def test_any_number_of_replicas_on_a_mesh(ranks: Any, mesh: str, strategy: str) -> None:
+    """The same, of replicas of several ranks, or with experts on several: all strategies have the bits of the least replicas."""
+    spec, least = of_mesh(mesh, strategy), min(min(worlds) for worlds in MESHES[mesh][3].values())
+    plain = spec.parallel.model_copy(update={"strategy": "ddp", "shard": None})
+    cluster = spec.cluster.model_copy(update={"workers": least})
+    expected = _of_one(ranks, least, spec.model_copy(update={"parallel": plain, "cluster": cluster}).model_dump_json())
+    for world in MESHES[mesh][3][strategy]:
+        for got in run(ranks, train, world, spec):
+            check(got, expected)
+
+
+def test_stages_change_no_bit(ranks: Any) -> None:
+    """Two stages on each of two ranks, with weights that are not tied, have the bits of one process."""
+    spec = of_mesh("two stages a rank", "ddp")
+    for got in run(ranks, train, 2, spec):
+        check(got, reference(spec))

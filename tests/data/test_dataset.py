@@ -265,6 +265,23 @@ def test_a_changed_byte_is_noticed_when_its_block_is_read(tmp_path: Path) -> Non
     windows.batch(np.array([token // 1024]))  # compared once, before
 
 
+def test_changed_ends_of_documents_are_noticed(dataset: TokenDataset, tmp_path: Path) -> None:
+    """A number that changed, and a file that is gone: DataError with its name, from whatever reads the ends."""
+    out = Path(shutil.copytree(dataset.uri, tmp_path / "out"))
+    path = out / "train-ends.bin"
+    raw = path.read_bytes()
+    path.write_bytes(bytes([raw[0] ^ 1, *raw[1:]]))
+    for read in (TokenSplit.ends, lambda split: split.document(0)):
+        with pytest.raises(DataError, match=r"train-ends\.bin: its bytes are not those that were written"):
+            read(TokenDataset(out).split("train"))
+    path.unlink()
+    with pytest.raises(DataError, match=r"train-ends\.bin cannot be read"):
+        TokenDataset(out).split("train").ends()
+    path.write_bytes(raw)
+    split = TokenDataset(out).split("train")
+    assert split.ends() is split.ends(), "hashed once"
+
+
 def test_an_index_without_hashes_of_blocks(dataset: TokenDataset, tmp_path: Path) -> None:
     """An older version's dataset is read as before, has the same fingerprint, and says that changes are not noticed."""
     old = shutil.copytree(dataset.uri, tmp_path / "old")

@@ -132,10 +132,10 @@ class Project:
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    def events(self, name: str, kind: str) -> list[dict[str, Any]]:
-        """The run's events of this kind."""
+    def events(self, name: str, *kinds: str) -> list[dict[str, Any]]:
+        """The run's events of these kinds; none given: all."""
         lines = (self.runs / name / "events.jsonl").read_text().splitlines()
-        return [e for e in map(json.loads, lines) if e["kind"] == kind]
+        return [e for e in map(json.loads, lines) if not kinds or e["kind"] in kinds]
 
     def weights(self, name: str, step: int) -> dict[str, bytes]:
         """Every tensor of a checkpoint, as from `tests.exact.weights`."""
@@ -180,7 +180,7 @@ def nothing_left(ranks: Any) -> Iterator[None]:
     ranks.close()
     for warm in Warm.living:
         warm.settle()
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while alive := [name for pid, name in _children().items() if pid not in before | _of_warm_drivers() and name]:
         if all(any(mark in name for mark in OF_THE_WARM_RAY) for name in alive) and Warm.living:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import time
@@ -86,8 +87,10 @@ class Sweeps:
 
 
 def until(process: subprocess.Popen[str] | WarmCommand, true: Any) -> None:
-    """Waits until the condition is true; fails if the process exits before."""
+    """Waits until the condition is true; fails if the process exits before, or after 240 s."""
+    deadline = time.monotonic() + 240
     while not true():
         if process.poll() is not None:
             raise AssertionError(f"exit code {process.returncode}\n{process.communicate()[1]}")
+        assert time.monotonic() < deadline, f"not in 240 s: {inspect.getsource(true)}"
         time.sleep(0.2)

@@ -25,7 +25,7 @@ KINDS = {
     "raylet": re.compile(r"/raylet/raylet\b"),
     "zygote": re.compile(r"raydist\.launch\.zygote"),
     "driver": re.compile(r"tests\.end_to_end\.driver"),
-    "ray::": re.compile(r"^ray::|default_worker\.py"),
+    "ray::": re.compile(r"^ray::|default_worker\.py|ray_agent\.py"),
 }
 
 # As another user: tries everything that it finds, and prints what it got.
@@ -166,3 +166,6 @@ def test_a_live_run_and_another_user_of_the_host(project: Any) -> None:
     assert process.returncode == 0, told
     assert project.show("held")["steps"] == 12
     assert len(project.show("held")["attempts"]) == 1, "it was not even restarted"
+    ray_logs = run / "logs" / "ray"
+    readable = [p for p in run.rglob("*") if ray_logs not in p.parents and p.stat().st_mode & 0o077]
+    assert readable == []

@@ -23,14 +23,16 @@ from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
 from raydist.planner import measure as measure_module
 from raydist.planner.advice import advise
-from raydist.planner.estimate import batches, estimate, last_share, measured_pass, shard_of, traffic
+from raydist.planner.estimate import estimate, measured_pass
 from raydist.planner.estimate import refusal as untrainable
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak
 from raydist.planner.live import LiveBytes
 from raydist.planner.measure import Planner
 from raydist.planner.pipeline import StageBytes, heaviest_moment
+from raydist.planner.shares import batches, shard_of
 from raydist.planner.speed import _LINKS, _MEMORY, NAMES, Device, find, refusal, speed
 from raydist.planner.target import OnTarget, wide_on_cuda
+from raydist.planner.traffic import last_share, traffic
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms as compute
 from raydist.worker.distributed import Rank

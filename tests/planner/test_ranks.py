@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.extension_plans import strategies
-from raydist.planner.estimate import batches, estimates
+from raydist.planner.estimate import estimates
 from raydist.planner.facts import Machine
 from raydist.planner.measure import Planner
+from raydist.planner.shares import batches
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms as compute
 from raydist.worker.build import build_strategy

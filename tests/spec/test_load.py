@@ -116,12 +116,13 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
             "train.virtual_ranks: 4 is fewer than the 8 workers that the run may have (cluster.workers)",
         ),
         (
-            "train.virtual_ranks=4 & parallel={pipeline: 2} & cluster.workers=4",
-            "train.virtual_ranks: 4 does not go with parallel.pipeline: 2: sums over these ranks have no fixed order",
+            "train.virtual_ranks=2 & parallel={expert: 4} & model.name=mixtral & cluster.workers=4",
+            "train.virtual_ranks: 2 is no multiple of the 4 replicas that share experts (parallel.expert: 4); try 4",
         ),
         (
-            "train.virtual_ranks=4 & parallel={tensor: 4} & cluster.workers=4",
-            "parallel.tensor: 4 does not go with train.virtual_ranks: more than two terms",
+            "train.virtual_ranks=4 & parallel={context: 3, expert: 2} & model={name: mixtral, heads: 3, width: 96, context: 96}"
+            " & cluster.workers=6",
+            "parallel.expert: 2 does not go with train.virtual_ranks: which replicas share experts depends on their number",
         ),
         (
             "train.virtual_ranks=4 & parallel.strategy=collections:Counter",

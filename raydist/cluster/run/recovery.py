@@ -79,6 +79,17 @@ class Budget:
         return half if half < self.max_tokens else None
 
 
+@dataclass(frozen=True, slots=True)
+class FixedShapes:
+    """The same with train.virtual_ranks, where the shapes of passes decide bits. `recomputed`: all blocks are computed again in
+    backward, so that a pass needs no less memory in any way that keeps its shape."""
+
+    recomputed: bool
+
+
+Passes = Split | Budget | FixedShapes
+
+
 CRASH_LOOP = 3
 """After the same cause this many times, with no step committed in between, another attempt would fail too."""
 SUSPECT = 2
@@ -124,13 +135,14 @@ class History:
 @dataclass(frozen=True, slots=True)
 class Restart:
     """Start a new attempt after `after_s` seconds, with another `micro_batch` or `max_tokens` and without the node `exclude`, if
-    given."""
+    given. `recompute`: with train.checkpoint_activations: full."""
 
     after_s: float
     because: str
     micro_batch: int | None = None
     exclude: str | None = None
     max_tokens: int | None = None
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +154,7 @@ class Stop:
 
 
 def decide(
-    failure: Failure, history: History, policy: Policy, split: Split | Budget | None = None, *, elsewhere: bool = False
+    failure: Failure, history: History, policy: Policy, split: Passes | None = None, *, elsewhere: bool = False
 ) -> Restart | Stop:
     """Restart or stop. `history`: the failures before this one, and the newest committed step now.
 
@@ -266,11 +278,13 @@ def resize(least: int, most: int, living: int, room: int, waited_s: float, polic
 _OWN_LIMIT = frozenset(["out_of_memory", "rollback"])
 
 
-def _after_no_memory(failure: Failure, policy: Policy, split: Split | Budget | None) -> Restart | Stop:
+def _after_no_memory(failure: Failure, policy: Policy, split: Passes | None) -> Restart | Stop:
     remedy = (
         "more workers with parallel.strategy: zero3, offload.optimizer: cpu, train.checkpoint_activations: full, or a shorter "
         "model.context need less"
     )
+    if isinstance(split, FixedShapes):
+        return _with_fixed_shapes(failure, policy, split)
     if policy.on_oom == "stop":
         field = "data.batching.max_tokens" if isinstance(split, Budget) else "train.micro_batch"
         return Stop(failure.cause, f"recovery.on_oom is stop; a smaller {field}, {remedy}")
@@ -288,3 +302,16 @@ def _after_no_memory(failure: Failure, policy: Policy, split: Split | Budget | N
         f"as much more accumulation",
         micro_batch=smaller,
     )
+
+
+def _with_fixed_shapes(failure: Failure, policy: Policy, passes: FixedShapes) -> Restart | Stop:
+    if policy.on_oom != "stop" and not passes.recomputed:
+        why = (
+            "out of memory: train.checkpoint_activations: full, which changes no bit; with train.virtual_ranks the shapes of "
+            "passes stay as they are"
+        )
+        return Restart(0.0, why, recompute=True)
+    tried = "recovery.on_oom is stop" if policy.on_oom == "stop" else "out of memory, and all blocks are recomputed"
+    again = "" if passes.recomputed else "train.checkpoint_activations: full, "
+    remedy = "offload.optimizer: cpu, or parallel.strategy: zero3 on more workers need less, and have the same bits"
+    return Stop(failure.cause, f"{tried}; {again}{remedy}")

@@ -18,7 +18,7 @@ from raydist.cluster.run.head_outage import HeadOutage
 from raydist.cluster.run.memory_checkpoints import MemoryCheckpoints
 from raydist.cluster.run.monitor_client import MonitorClient
 from raydist.cluster.run.node_monitors import NodeMonitors
-from raydist.cluster.run.recovery import Budget, History, Restart, Split, Stop, decide
+from raydist.cluster.run.recovery import Budget, FixedShapes, History, Passes, Restart, Split, Stop, decide
 from raydist.cluster.run.request import Ending, Request, worker_env
 from raydist.cluster.run.root_cause import Failure
 from raydist.cluster.run.stop_request import StopRequest
@@ -193,20 +193,28 @@ class RestartLoop:
         )
         spec = self._spec
         batching, replicas = spec.data.batching, self._elasticity.workers // spec.parallel.replica
-        split = Split(spec.train.global_batch, spec.train.micro_batch, replicas)
-        passes = split if batching is None else Budget(batching.max_tokens, spec.longest)
+        passes: Passes = Split(spec.train.global_batch, spec.train.micro_batch, replicas)
+        if batching is not None:
+            passes = Budget(batching.max_tokens, spec.longest)
+        if spec.train.virtual_ranks is not None:
+            passes = FixedShapes(spec.train.checkpoint_activations == "full")
         known = not self._private and failure.node is not None
         elsewhere = known and self._elasticity.room(without=failure.node) >= spec.cluster.least
         match decide(failure, history, spec.recovery, passes, elsewhere=elsewhere):
-            case Restart(after_s, because, micro_batch, exclude, max_tokens):
+            case Restart(after_s, because, micro_batch, exclude, max_tokens, recompute):
                 changes: dict[str, Any] = {"after_s": after_s, "micro_batch": micro_batch, "exclude": exclude}
                 if max_tokens is not None:
                     changes["max_tokens"] = max_tokens
+                if recompute:
+                    changes["checkpoint_activations"] = "full"
                 self._monitor.say("decision", action="restart", because=because, **changes)
                 if exclude is not None:
                     self._elasticity.exclude(exclude)
                 if micro_batch is not None:
                     train = spec.train.model_copy(update={"micro_batch": micro_batch})
+                    self._spec = spec.model_copy(update={"train": train})
+                if recompute:
+                    train = spec.train.model_copy(update={"checkpoint_activations": "full"})
                     self._spec = spec.model_copy(update={"train": train})
                 if max_tokens is not None:
                     self._spec = spec.with_max_tokens(max_tokens)

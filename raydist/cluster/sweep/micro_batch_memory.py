@@ -4,7 +4,8 @@ Runs in: the driver, in the trials' threads. Imports neither ray nor torch.
 
 A run that is out of memory continues with half the micro-batch (`recovery.on_oom`) and logs that as an event. A trial that
 starts again (after a failure, a restart of the driver or an exploit) uses the last micro-batch in its run's events. So does
-another trial whose passes need the same memory. The size of a micro-batch is `train.micro_batch`, in sequences; with
+another trial whose passes need the same memory. With train.virtual_ranks the micro-batch stays, and activations are recomputed
+instead, for that trial alone. The size of a micro-batch is `train.micro_batch`, in sequences; with
 data.batching it is data.batching.max_tokens.
 """
 
@@ -37,6 +38,10 @@ class MicroBatches:
         Raises StorageError.
         """
         spec = request.spec
+        if spec.train.virtual_ranks is not None:  # the shapes of passes decide bits
+            recomputes = request.run.exists() and recomputed(read_events(request.run))
+            full = spec.train.model_copy(update={"checkpoint_activations": "full"})
+            return replace(request, spec=spec.model_copy(update={"train": full})) if recomputes else request
         with self._lock:
             known = [self._most.get(_needs(spec)), earlier]
         if request.run.exists():
@@ -76,6 +81,11 @@ def shrunk(events: Iterable[Event]) -> int | None:
             sizes = (event.data.get(name) for name in ("micro_batch", "max_tokens"))
             found = next((int(n) for n in sizes if n is not None), found)
     return found
+
+
+def recomputed(events: Iterable[Event]) -> bool:
+    """Whether a run ran out of memory, and continued with recomputed activations."""
+    return any(event.kind == "decision" and event.data.get("checkpoint_activations") == "full" for event in events)
 
 
 def _needs(spec: JobSpec) -> str:

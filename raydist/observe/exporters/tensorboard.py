@@ -21,7 +21,7 @@ from typing import Any
 from raydist.observe.exporters import BaseExporter, Facts, given
 from raydist.run.directory import TENSORBOARD, RunDir
 from raydist.spec.parts import Part
-from raydist.storage import refused
+from raydist.storage import opener, refused
 
 _FILE = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 _ROLL_BYTES = 1 << 20
@@ -175,7 +175,7 @@ class Exporter(BaseExporter):
             storage.write(name, data)
             return
         try:
-            with open(storage.appendable(name), "ab") as file:
+            with open(storage.appendable(name), "ab", opener=opener) as file:
                 file.truncate(self._stored)
                 file.write(data[self._stored :])
         except OSError as error:

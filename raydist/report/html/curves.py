@@ -5,7 +5,12 @@ Runs anywhere. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from raydist.report.html import lines
@@ -18,55 +23,72 @@ POINTS = 150
 """Approximate number of points of a curve of means."""
 
 
-def charts(report: Report) -> Markup | list[Markup]:
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class View:
+    """What of the curves is shown, and how: steps `first` to `last` (None: to the end), means over `smooth` steps, the scale of y
+    (auto: logarithmic if values span powers of ten), and the steps of other runs by their names.
+    """
+
+    first: int = 1
+    last: int | None = None
+    smooth: int = 1
+    scale: Literal["auto", "log", "linear"] = "auto"
+    beside: Mapping[str, pa.Table] = field(default_factory=dict)
+
+    def log(self, values: Array) -> bool:
+        """Whether the y axis of these values is logarithmic."""
+        return lines.wants_log(values) if self.scale == "auto" else self.scale == "log"
+
+    def columns(self, steps: pa.Table) -> dict[str, Array]:
+        """The columns that are drawn, of the steps in view."""
+        names = ("step", "loss", "lr", "grad_norm", "tokens", "seconds", "grad_noise_scale", "expert_imbalance")
+        number = steps["step"].to_numpy()
+        low = int(np.searchsorted(number, self.first))
+        high = len(number) if self.last is None else int(np.searchsorted(number, self.last, side="right"))
+        cut = steps.slice(low, max(high - low, 0))
+        return {name: cut[name].cast("float64").to_numpy().astype(np.float64) for name in names}
+
+
+def charts(report: Report, view: View | None = None) -> Markup | list[Markup]:
     """All charts; the gradient noise scale only if it is known."""
-    steps = report.steps
-    if not steps.num_rows:
+    view = view or View()
+    if not report.steps.num_rows:
         return missing("No step is on storage yet: records are written every 2 seconds.")
-    at = {
-        name: steps[name].to_numpy().astype(np.float64)
-        for name in ("step", "loss", "lr", "grad_norm", "tokens", "seconds")
-    }
+    at = view.columns(report.steps)
     x, marks = at["step"], _marks(report)
-    evals = Series(
-        "eval",
-        np.array(sorted(report.evals), dtype=float),
-        np.array([report.evals[s] for s in sorted(report.evals)]),
-        "dots",
-    )
-    each = np.divide(at["tokens"], at["seconds"], out=np.full(len(x), np.nan), where=at["seconds"] > 0)
-    loss = [Series("training", x, at["loss"]), *([evals] if report.evals else [])]
-    norms, read = (
-        np.nan_to_num(at["grad_norm"], posinf=0.0, neginf=0.0),
-        np.isfinite(at["grad_norm"]).astype(np.float64),
-    )
-    norm = [Series("", x, at["grad_norm"])]
-    if len(x) > lines.COLUMNS:
-        norm = [Series("each step", x, at["grad_norm"], "faint"), Series("mean", *_mean(x, norms, read))]
-    throughput = (
-        [Series("each step", x, each, "faint"), Series("mean", *_mean(x, at["tokens"], at["seconds"]))]
-        if len(x) > POINTS
-        else [Series("", x, each)]
-    )
+    if not len(x):
+        return missing(f"No step from {view.first:,} on is in view: the run is at step {report.facts['steps']:,}.")
+    others = {name: view.columns(steps) for name, steps in view.beside.items()}
+    name = report.facts["run"] if others else ""
+    held_out = {step: loss for step, loss in sorted(report.evals.items()) if x[0] <= step <= x[-1]}
+    evals = Series("eval", np.array([*held_out], dtype=float), np.array([*held_out.values()]), "dots")
     over = "over steps; a vertical line where an attempt begins or fails"
 
     def curve(title: str, series: list[Series], unit: str = "", log: bool = False) -> Markup:
         about = f"{title.lower()} {over}"
         return lines.chart(title, series, unit=unit, about=about, log=log, marks=marks, x_name="step")
 
+    def beside(column: str) -> list[Series]:
+        return [Series(other, own["step"], _smoothed(own[column], view.smooth)) for other, own in others.items()]
+
     drawn = [
-        curve("Loss", loss, "nats per token", lines.wants_log(at["loss"])),
-        curve("Throughput", throughput, "tokens/s, all ranks"),
-        curve("Gradient norm", norm, "before clipping", lines.wants_log(at["grad_norm"])),
-        curve("Learning rate", [Series("", x, at["lr"])]),
-    ]
-    noise = steps["grad_noise_scale"].cast("float64").to_numpy()
+        curve("Loss", [*_losses(at, name, view), *([evals] if held_out else []), *beside("loss")], "nats per token",
+              view.log(at["loss"])),
+        curve("Throughput", [*_throughput(at, name, view), *(_pace(own, other) for other, own in others.items())],
+              "tokens/s, all ranks", view.scale == "log"),
+        curve("Gradient norm", [*_norms(at, name, view), *beside("grad_norm")], "before clipping", view.log(at["grad_norm"])),
+        curve("Learning rate", [Series(name, x, at["lr"]), *beside("lr")], log=view.scale == "log"),
+    ]  # fmt: skip
+    noise = at["grad_noise_scale"]
     if (known := np.isfinite(noise)).any():
         batch = report.facts["global_batch"]
-        beside = [Series("global batch", x[[0, -1]], np.full(2, float(batch)), "faint")] if batch else []
+        constant = [Series("global batch", x[[0, -1]], np.full(2, float(batch)), "faint")] if batch else []
         scale = Series("noise scale", x[known], noise[known])
-        drawn.append(curve("Gradient noise scale", [scale, *beside], "sequences", lines.wants_log(noise[known])))
-    imbalance = steps["expert_imbalance"].cast("float64").to_numpy()
+        drawn.append(curve("Gradient noise scale", [scale, *constant], "sequences", view.log(noise[known])))
+    imbalance = at["expert_imbalance"]
     if (known := np.isfinite(imbalance)).any():
         about = "fullest expert over the mean, worst layer"
         drawn.append(curve("Imbalance of experts", [Series("", x[known], imbalance[known])], about))
@@ -80,6 +102,47 @@ def charts(report: Report) -> Markup | list[Markup]:
     return [tag("p", words), tag("div", drawn, class_="charts")]
 
 
+def _losses(at: Mapping[str, Array], name: str, view: View) -> list[Series]:
+    if view.smooth == 1:
+        return [Series(name or "training", at["step"], at["loss"])]
+    each = Series("each step", at["step"], at["loss"], "faint")
+    mean = f"{name or 'training'}, mean of {view.smooth:,} steps"
+    return [each, Series(mean, at["step"], _smoothed(at["loss"], view.smooth))]
+
+
+def _throughput(at: Mapping[str, Array], name: str, view: View) -> list[Series]:
+    x, each = at["step"], _divided(at["tokens"], at["seconds"])
+    if len(x) <= POINTS and view.smooth == 1:
+        return [Series(name, x, each)]
+    mean = f"{name}, mean" if name else "mean"
+    return [Series("each step", x, each, "faint"), _pace(at, mean, view.smooth)]
+
+
+def _pace(at: Mapping[str, Array], name: str, smooth: int = 1) -> Series:
+    return Series(name, *_mean(at["step"], at["tokens"], at["seconds"], smooth))
+
+
+def _norms(at: Mapping[str, Array], name: str, view: View) -> list[Series]:
+    x, norm = at["step"], at["grad_norm"]
+    if len(x) <= lines.COLUMNS and view.smooth == 1:
+        return [Series(name, x, norm)]
+    finite = np.isfinite(norm)
+    mean = f"{name}, mean" if name else "mean"
+    means = _mean(x, np.where(finite, norm, 0.0), finite.astype(np.float64), view.smooth)
+    return [Series("each step", x, norm, "faint"), Series(mean, *means)]
+
+
+def _smoothed(values: Array, over: int) -> Array:
+    """The mean of the finite values among the last `over`; NaN where the value itself is not finite."""
+    if over == 1:
+        return values
+    finite = np.isfinite(values)
+    sums, counts = (np.cumsum(np.append(0.0, part)) for part in (np.where(finite, values, 0.0), finite))
+    start = np.maximum(np.arange(1, len(values) + 1) - over, 0)
+    count = counts[1:] - counts[start]
+    return np.where(finite, _divided(sums[1:] - sums[start], count), np.nan)
+
+
 def _marks(report: Report) -> list[Mark]:
     attempts = report.facts["attempts"]
     found = [
@@ -91,12 +154,16 @@ def _marks(report: Report) -> list[Mark]:
     return found + [Mark(step + 0.5, "", "bad") for step in failed.values() if step is not None]
 
 
-def _mean(
-    x: NDArray[np.float64], amounts: NDArray[np.float64], weights: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Amounts divided by weights, over groups of steps, at the middle step of each group."""
-    starts = np.arange(0, len(x), -(-len(x) // POINTS))
+def _mean(x: Array, amounts: Array, weights: Array, smooth: int = 1) -> tuple[Array, Array]:
+    """Amounts divided by weights, over groups of at least `smooth` steps, at the middle step of each group."""
+    starts = np.arange(0, len(x), max(-(-len(x) // POINTS), smooth))
     ends = np.append(starts[1:], len(x))
     spent = np.add.reduceat(weights, starts)
     made = np.add.reduceat(amounts, starts)
-    return x[(starts + ends - 1) // 2], np.divide(made, spent, out=np.full(len(starts), np.nan), where=spent > 0)
+    return x[(starts + ends - 1) // 2], _divided(made, spent)
+
+
+def _divided(amounts: Array, by: Array) -> Array:
+    """The quotients; NaN where it is not above 0."""
+    made: Array = np.divide(amounts, by, out=np.full(len(amounts), np.nan), where=by > 0)
+    return made

@@ -41,32 +41,42 @@ _PARTS = {
 def render(report: Report) -> bytes:
     """The page, in UTF-8. Keys in URIs (`s3://KEY:SECRET@bucket`) are removed, because pages are shared."""
     facts = report.facts
-    made = _date(facts["made_at"])
-    heading = tag(
-        "h1", facts["run"], tag("span", facts["status"], class_=f"status {_STATUS.get(facts['status'], 'fair')}")
-    )
     content = page(
         f"{facts['run']}: {facts['status']}",
-        heading,
-        tag("p", f"{facts['path']}, as of {made}", class_="path quiet"),
-        cards(_cards(facts)),
-        section("Where the time went", _goodput(report), id="goodput"),
-        section("Training", curves.charts(report), id="training"),
-        section(
-            "Ranks",
-            tag("div", [tag("div", part) for part in (ranks.memory(report), ranks.slowness(report))], class_="charts"),
-            id="ranks",
-        ),
-        section("Communication", [_gradients(facts["gradients"]), _communication(facts)], id="communication"),
-        section("Incidents", _incidents(facts), id="incidents"),
-        section("Attempts", _attempts(facts), id="attempts"),
-        section("Spec", folded("the job, resolved", report.spec), id="spec") if report.spec else None,
+        *parts(report).values(),
         tag(
             "footer",
-            f"Created {made} by raydist {facts['versions']['report']} from the run's folder. This file needs no network.",
+            f"Created {_date(facts['made_at'])} by raydist {facts['versions']['report']} from the run's folder. "
+            "This file needs no network.",
         ),
     )
     return redact(content.decode()).encode()
+
+
+def parts(report: Report, view: curves.View | None = None) -> dict[str, Markup]:
+    """The elements of the page by their ids, in order: the heading with the figures, then the sections."""
+    facts = report.facts
+    heat = tag("div", [tag("div", part) for part in (ranks.memory(report), ranks.slowness(report))], class_="charts")
+    sections = {
+        "goodput": ("Where the time went", _goodput(report)),
+        "training": ("Training", curves.charts(report, view)),
+        "ranks": ("Ranks", heat),
+        "communication": ("Communication", [_gradients(facts["gradients"]), _communication(facts)]),
+        "incidents": ("Incidents", _incidents(facts)),
+        "attempts": ("Attempts", _attempts(facts)),
+        **({"spec": ("Spec", folded("the job, resolved", report.spec))} if report.spec else {}),
+    }
+    return {"head": _head(facts), **{name: section(title, body, id=name) for name, (title, body) in sections.items()}}
+
+
+def status(name: str) -> Markup:
+    """A run's status as a label in its colour."""
+    return tag("span", name, class_=f"status {_STATUS.get(name, 'fair')}")
+
+
+def _head(facts: dict[str, Any]) -> Markup:
+    path = tag("p", f"{facts['path']}, as of {_date(facts['made_at'])}", class_="path quiet")
+    return tag("header", tag("h1", facts["run"], status(facts["status"])), path, cards(_cards(facts)), id="head")
 
 
 def overview(report: Report) -> bytes:
@@ -86,7 +96,7 @@ def _percent(share: float | None) -> str:
 
 def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     total = facts["total_steps"]
-    versions = {name: version for name, version in facts["versions"].items() if name != "report"}
+    versions = {name: version for name, version in facts["versions"].items() if name != "report" and version}
     ran = text.span(facts["wall_seconds"]) if facts["wall_seconds"] else "-"
     found = [
         ("steps", f"{facts['steps']:,}", f"of {total:,}" if total else ""),

@@ -59,9 +59,9 @@ svg .cross{stroke:var(--ink);stroke-width:.8;fill:none;pointer-events:none}
 .bar span,.timeline span{flex:1 1 0;min-width:0;display:flex;align-items:center;justify-content:center;background:var(--fill)}
 .bar b{font-size:13px;color:var(--on)}
 .key{display:inline-block;width:11px;height:11px;border-radius:2px;background:var(--fill);margin-right:8px}
-.compute{--fill:#009e73;--on:#fff}.exposed{--fill:#e69f00;--on:#241900}.data{--fill:#f0e442;--on:#242200}
-.eval{--fill:#56b4e9;--on:#06202f}.checkpoint{--fill:#0072b2;--on:#fff}.recovery{--fill:#d55e00;--on:#fff}
-.startup{--fill:#cc79a7;--on:#2b0d1d}.other{--fill:#8d939b;--on:#fff}.paused{--fill:transparent;--on:inherit}
+.compute{--fill:#009e73;--on:#00120c}.exposed{--fill:#e69f00;--on:#241900}.data{--fill:#f0e442;--on:#242200}
+.eval{--fill:#56b4e9;--on:#06202f}.checkpoint{--fill:#0072b2;--on:#fff}.recovery{--fill:#d55e00;--on:#170a00}
+.startup{--fill:#cc79a7;--on:#2b0d1d}.other{--fill:#8d939b;--on:#101214}.paused{--fill:transparent;--on:inherit}
 .unknown{--fill:repeating-linear-gradient(45deg,#8d939b 0 3px,#d4d8dc 3px 6px);--on:#111}
 .wide{overflow-x:auto;margin-top:10px}
 table{border-collapse:collapse;font-size:13.5px;width:100%}
@@ -157,27 +157,29 @@ SCRIPT = """
     svg.addEventListener("pointerdown", move);
     svg.addEventListener("pointerleave", () => hide(svg));
   };
-  for (const svg of document.querySelectorAll("svg[data-lines]")) {
-    follow(svg, (point, event) => {
-      const chart = of(svg, "lines"), [left, top, right, bottom] = chart.box;
-      if (!chart.x.length || point.x < left - 4 || point.x > right + 4) return hide(svg);
-      const i = nearest(chart.x, point.x);
-      svg.querySelector(".cross").setAttribute("d", `M${chart.x[i]} ${top}V${bottom}`);
-      const values = chart.series.filter((one) => one.values[i]).map((one) => line(`${one.name} ${one.values[i]}`));
-      show(event, [line(chart.at[i], "head"), ...values]);
-    });
-  }
-  for (const svg of document.querySelectorAll("svg[data-cells]")) {
-    follow(svg, (point, event) => {
-      const chart = of(svg, "cells"), [left, top, right, bottom] = chart.box;
-      const count = chart.rows.length, wide = chart.columns.length;
-      const j = Math.floor((point.x - left) / (right - left) * wide), i = Math.floor((point.y - top) / (bottom - top) * count);
-      if (i < 0 || j < 0 || i >= count || j >= wide) return hide(svg);
-      const w = (right - left) / wide, h = (bottom - top) / count;
-      svg.querySelector(".cross").setAttribute("d", `M${left + j * w} ${top + i * h}h${w}v${h}h${-w}z`);
-      show(event, [line(`${chart.rows[i]}, ${chart.columns[j]}`, "head"), line(chart.values[i].split("|")[j] || "no data")]);
-    });
-  }
+  const lines = (svg) => follow(svg, (point, event) => {
+    const chart = of(svg, "lines"), [left, top, right, bottom] = chart.box;
+    if (!chart.x.length || point.x < left - 4 || point.x > right + 4) return hide(svg);
+    const i = nearest(chart.x, point.x);
+    svg.querySelector(".cross").setAttribute("d", `M${chart.x[i]} ${top}V${bottom}`);
+    const values = chart.series.filter((one) => one.values[i]).map((one) => line(`${one.name} ${one.values[i]}`));
+    show(event, [line(chart.at[i], "head"), ...values]);
+  });
+  const cells = (svg) => follow(svg, (point, event) => {
+    const chart = of(svg, "cells"), [left, top, right, bottom] = chart.box;
+    const count = chart.rows.length, wide = chart.columns.length;
+    const j = Math.floor((point.x - left) / (right - left) * wide), i = Math.floor((point.y - top) / (bottom - top) * count);
+    if (i < 0 || j < 0 || i >= count || j >= wide) return hide(svg);
+    const w = (right - left) / wide, h = (bottom - top) / count;
+    svg.querySelector(".cross").setAttribute("d", `M${left + j * w} ${top + i * h}h${w}v${h}h${-w}z`);
+    show(event, [line(`${chart.rows[i]}, ${chart.columns[j]}`, "head"), line(chart.values[i].split("|")[j] || "no data")]);
+  });
+  const bind = (root) => {
+    root.querySelectorAll("svg[data-lines]").forEach(lines);
+    root.querySelectorAll("svg[data-cells]").forEach(cells);
+  };
+  bind(document);
+  document.addEventListener("raydist:drawn", (event) => bind(event.target));
   document.documentElement.dataset.ready = "yes";
 })();
 """

@@ -39,7 +39,7 @@ def number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if value != int(value) else str(int(value))
 
 
-_VOID = frozenset({"meta", "link", "br"})
+_VOID = frozenset({"meta", "link", "br", "input"})
 
 
 def _text(child: Child) -> str:

@@ -6,7 +6,7 @@ Runs anywhere. Pure: `raydist.report.sweep.results` reads the sweep, and `raydis
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from raydist.report.html import heatmap as heat
 from raydist.report.html import lines, parallel, reach
 from raydist.report.html.lines import Series
 from raydist.report.html.page import cards, missing, page, section, table
-from raydist.report.html.svg import Markup, tag
+from raydist.report.html.svg import Child, Markup, tag
 from raydist.report.sweep.analysis import is_number
 from raydist.report.sweep.base_values import marks
 from raydist.report.sweep.conclusions import BATCH, RATE, measured, named, value
@@ -31,32 +31,35 @@ Row = Mapping[str, Any]
 
 def render(summary: Row, curves: Sequence[Curve]) -> bytes:
     """The page, in UTF-8."""
-    finished = [row for row in summary["points"] if row["status"] == "finished" and row["objective"] is not None]
-    counts = ", ".join(f"{n:,} {status}" for status, n in summary["counts"].items())
-    charts = [
-        part
-        for part in (_map(summary, finished), _rate(summary, finished), _losses(curves), _front(summary, finished))
-        if part
-    ]
     return page(
-        f"{summary['sweep']}: {counts}",
-        tag("h1", summary["sweep"]),
-        tag("p", summary["path"], class_="path quiet"),
-        cards(_cards(summary)),
-        section("Conclusions", tag("ul", [tag("li", line) for line in summary["analysis"]["words"]]), id="words"),
-        section(
-            "Charts",
-            tag("div", charts, class_="charts") if charts else missing("No cell has finished yet."),
-            id="charts",
-        ),
-        section("Time and cost to reach a loss", courses, id="reach") if (courses := reach.charts(summary)) else None,
-        section("Parameters", _parallel(summary, finished), id="parameters"),
-        section("Lineage", _lineage(summary), id="lineage")
-        if any(any(row["lineage"]) for row in summary["points"])
-        else None,
-        section("Points", _points(summary), id="points"),
+        f"{summary['sweep']}: {_counts(summary)}",
+        *parts(summary, curves).values(),
         tag("footer", "Created by raydist from the sweep's folder. This file needs no network."),
     )
+
+
+def parts(summary: Row, curves: Sequence[Curve], link: Callable[[str], Child] = str) -> dict[str, Markup]:
+    """The elements of the page by their ids, in order: the heading with the figures, then the sections. `link`: how the id of a
+    cell is shown."""
+    finished = [row for row in summary["points"] if row["status"] == "finished" and row["objective"] is not None]
+    drawn = (_map(summary, finished), _rate(summary, finished), _losses(curves), _front(summary, finished))
+    charts = [part for part in drawn if part]
+    courses = reach.charts(summary)
+    path = tag("p", summary["path"], class_="path quiet")
+    sections = {
+        "words": ("Conclusions", tag("ul", [tag("li", line) for line in summary["analysis"]["words"]])),
+        "charts": ("Charts", tag("div", charts, class_="charts") if charts else missing("No cell has finished yet.")),
+        **({"reach": ("Time and cost to reach a loss", courses)} if courses else {}),
+        "parameters": ("Parameters", _parallel(summary, finished)),
+        **({"lineage": ("Lineage", _lineage(summary))} if any(any(r["lineage"]) for r in summary["points"]) else {}),
+        "points": ("Points", _points(summary, link)),
+    }
+    head = tag("header", tag("h1", summary["sweep"]), path, cards(_cards(summary)), id="head")
+    return {"head": head, **{name: section(title, body, id=name) for name, (title, body) in sections.items()}}
+
+
+def _counts(summary: Row) -> str:
+    return ", ".join(f"{n:,} {status}" for status, n in summary["counts"].items())
 
 
 def _cards(summary: Row) -> list[tuple[str, str, str]]:
@@ -273,7 +276,7 @@ def _lineage(summary: Row) -> Markup:
     return table(("cell", "tokens>", "continued from", "changes~"), cells)
 
 
-def _points(summary: Row) -> list[Markup | None]:
+def _points(summary: Row, link: Callable[[str], Child]) -> list[Markup | None]:
     fields = list(dict.fromkeys(name for row in summary["points"] for name in row["parameters"]))
     sign = _sign(summary)
     best = sorted(
@@ -292,7 +295,7 @@ def _points(summary: Row) -> list[Markup | None]:
     )
     rows = [
         (
-            row["cells"][0],
+            link(row["cells"][0]),
             *("-" if row["parameters"].get(name) is None else value(row["parameters"][name]) for name in fields),
             measured(row["objective"]),
             "-" if row["low"] is None else f"{measured(row['low'])} to {measured(row['high'])}",

@@ -10,13 +10,16 @@ of few nodes. Six terms, of which each of two ranks has three:
          [0, 2) [2, 4)   4    5         rank 1 has 3, and folds (4 5)
         (0   1)(2) (3)  (4    5)
 
+Terms may be in groups of the same length: each group has such a tree, and the groups' sums are the terms of one more.
+
 IEEE addition is commutative, so that only the grouping counts: which of two children is added to the other changes nothing.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Generic, TypeVar
 
@@ -31,71 +34,81 @@ Node = tuple[int, int]
 """Terms [first, last)."""
 
 
-def _middle(first: int, last: int) -> int:
-    return first + (1 << (last - first - 1).bit_length() - 1)
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The tree over `groups` times `each` terms."""
+
+    each: int
+    groups: int = 1
+
+    @property
+    def count(self) -> int:
+        """Of all terms."""
+        return self.each * self.groups
 
 
 @cache
-def cover(count: int, first: int, last: int) -> tuple[Node, ...]:
-    """The fewest nodes of the tree over `count` terms that are made of the terms [first, last)."""
+def _beside(tree: Tree) -> Mapping[Node, tuple[Node, Node]]:
+    """Of each node but the root: the node that it is added to, and their sum."""
+    found: dict[Node, tuple[Node, Node]] = {}
 
-    def within(low: int, high: int) -> tuple[Node, ...]:
-        if low >= last or high <= first:
-            return ()
-        if first <= low and high <= last:
-            return ((low, high),)
-        middle = _middle(low, high)
-        return within(low, middle) + within(middle, high)
+    def add(first: int, last: int) -> None:
+        if last - first > 1:
+            unit = tree.each if last - first > tree.each else 1
+            middle = first + unit * (1 << ((last - first) // unit - 1).bit_length() - 1)
+            left, right = (first, middle), (middle, last)
+            found[left], found[right] = (right, (first, last)), (left, (first, last))
+            add(*left)
+            add(*right)
 
-    return within(0, count)
-
-
-@cache
-def _children(count: int) -> frozenset[tuple[Node, Node]]:
-    found: set[tuple[Node, Node]] = set()
-
-    def add(low: int, high: int) -> None:
-        if high - low > 1:
-            middle = _middle(low, high)
-            found.add(((low, middle), (middle, high)))
-            add(low, middle)
-            add(middle, high)
-
-    add(0, count)
-    return frozenset(found)
+    add(0, tree.count)
+    return found
 
 
 class Fold(Generic[T]):
-    """Sums of terms that come in ascending order: `nodes` are the fewest nodes that are made of those that came.
+    """Sums of terms that come in any order; of those that came it keeps the fewest nodes.
 
-    `add(left, right)`: gives their sum, and may do so in the memory of either.
+    `add(kept, came)`: gives their sum, and may do so in the memory of either.
     """
 
-    def __init__(self, count: int, add: Callable[[T, T], T]) -> None:
-        self._count, self._add = count, add
-        self.nodes: list[tuple[Node, T]] = []
+    def __init__(self, tree: Tree, add: Callable[[T, T], T]) -> None:
+        self._beside, self._add = _beside(tree), add
+        self._kept: dict[Node, T] = {}
 
     def push(self, node: Node, value: T) -> None:
-        """The next term, or the next node."""
-        assert not self.nodes or self.nodes[-1][0][1] == node[0], (node, [n for n, _ in self.nodes])
-        while self.nodes and (self.nodes[-1][0], node) in _children(self._count):
-            (first, _), left = self.nodes.pop()
-            node, value = (first, node[1]), self._add(left, value)
-        self.nodes.append((node, value))
+        """One more term, or node."""
+        assert node not in self._kept, node
+        while self.joins(node):
+            other, parent = self._beside[node]
+            node, value = parent, self._add(self._kept.pop(other), value)
+        self._kept[node] = value
 
     def joins(self, node: Node) -> bool:
         """Whether `push` would add it to what came before, and not keep it."""
-        return bool(self.nodes) and (self.nodes[-1][0], node) in _children(self._count)
+        return node in self._beside and self._beside[node][0] in self._kept
+
+    @property
+    def nodes(self) -> list[tuple[Node, T]]:
+        """The nodes that it keeps, in their order."""
+        return sorted(self._kept.items(), key=lambda kept: kept[0])
 
 
-def in_place(left: Tensor, right: Tensor) -> Tensor:
-    """The sum, in the memory of `left`."""
-    return left.add_(right)
+def cover(tree: Tree, terms: Iterable[int]) -> list[Node]:
+    """The fewest nodes that are made of these terms."""
+    fold: Fold[None] = Fold(tree, lambda kept, came: None)
+    for term in terms:
+        fold.push((term, term + 1), None)
+    return [node for node, _ in fold.nodes]
 
 
-def total(terms: Sequence[float]) -> float:
-    """The sum of all terms along the tree."""
-    fold: Fold[float] = Fold(len(terms), operator.add)
+def in_place(kept: Tensor, came: Tensor) -> Tensor:
+    """The sum, in the memory of `kept`."""
+    return kept.add_(came)
+
+
+def total(tree: Tree, terms: Sequence[float]) -> float:
+    """The sum of all terms."""
+    fold: Fold[float] = Fold(tree, operator.add)
     for number, term in enumerate(terms):
         fold.push((number, number + 1), term)
     return fold.nodes[0][1]
@@ -115,14 +128,13 @@ def halved(values_N: Tensor) -> Tensor:
 class Exchange:
     """Each rank of a group sends its nodes' values, and gets its stretch of all nodes of all ranks. Started by the constructor.
 
-    `nodes`: of each rank, ascending, and those of a rank after those of the rank before. `sent`: this rank's values, flat and
-    contiguous, each of `sum(sizes)` numbers; `sizes[r]` of them go to rank r. `room`: for what arrives, of
-    `room_for(nodes, sizes[rank])` numbers. Leave both alone until `wait` has returned.
+    `nodes`: of each rank. `sent`: this rank's values, flat and contiguous, each of `sum(sizes)` numbers; `sizes[r]` of them go to
+    rank r. `room`: for what arrives, of `room_for(nodes, sizes[rank])` numbers. Leave both alone until `wait` has returned.
     """
 
     def __init__(
         self,
-        count: int,
+        tree: Tree,
         nodes: Sequence[Sequence[Node]],
         sent: Sequence[Tensor],
         sizes: Sequence[int],
@@ -131,7 +143,7 @@ class Exchange:
     ) -> None:
         rank = group.rank()
         assert len(sent) == len(nodes[rank]), (len(sent), nodes[rank])
-        self._count, self._nodes, self._mine = count, nodes, sizes[rank]
+        self._tree, self._nodes, self._mine = tree, nodes, sizes[rank]
         self._works: list[gloo_p2p.Work] = []
         self._came: list[list[Tensor]] = []
         first, nothing = 0, room[:0]
@@ -148,11 +160,35 @@ class Exchange:
         """The fewest nodes that are made of all ranks' nodes, each this rank's stretch of it, in `room`."""
         for work in self._works:
             work.wait()
-        fold: Fold[Tensor] = Fold(self._count, in_place)
+        fold: Fold[Tensor] = Fold(self._tree, in_place)
         for rank, nodes in enumerate(self._nodes):
             for slot, node in enumerate(nodes):
                 fold.push(node, self._came[slot][rank])
         return fold.nodes
+
+
+@torch.no_grad()
+def sum_flat(tensors: Iterable[Tensor | None], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Replaces each tensor by its sum over the ranks of `group`, on `device`. All ranks have the same shapes.
+
+    The bits of an element depend on its terms alone: an all-reduce of three ranks adds them in an order that depends on its place.
+    """
+    held = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+    if not held:
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in held]).to(device)
+    size, rank = group.size(), group.rank()
+    if size == 2:
+        dist.all_reduce(flat, group=group)
+    else:
+        rows = list(flat.tensor_split(size))
+        sizes, nodes = [row.numel() for row in rows], [[(r, r + 1)] for r in range(size)]
+        room = flat.new_empty(room_for(nodes, sizes[rank]))
+        ((_, value),) = Exchange(Tree(size), nodes, [flat], sizes, room, group).wait()
+        rows[rank].copy_(value)
+        gloo_p2p.all_gather_rows(flat, rows, group).wait()
+    for tensor, total in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
+        tensor.copy_(total.view_as(tensor))
 
 
 def room_for(nodes: Sequence[Sequence[Node]], stretch: int) -> int:

@@ -30,6 +30,7 @@ from raydist.worker.model._moe import MixtureOfExperts, layers_of
 from raydist.worker.parallel import Example, ParallelStrategy, ParamShard
 from raydist.worker.parallel._cut import Cut, Cuts
 from raydist.worker.parallel._model_graph import initialise, plain_name
+from raydist.worker.parts import Parts
 
 _FULL = {"hsdp": "zero3"}
 """Strategy -> that of its experts, where it is another: the replicas of an expert need not make whole groups of hsdp."""
@@ -103,6 +104,25 @@ class ExpertParallel:
         self._shards = {name: shards[name] for name in names}
         self.module = model
         return model
+
+    @property
+    def parts(self) -> Parts | None:
+        """See `ParallelStrategy`: those of the dense strategy."""
+        parts: Parts | None = self._dense.parts  # type: ignore[attr-defined]
+        return parts
+
+    @parts.setter
+    def parts(self, parts: Parts) -> None:
+        """Sets them for both strategies. The ranks with the same experts have the rows of several replicas, or of a part of one."""
+        axis = self._mesh.experts
+        self._dense.parts = parts  # type: ignore[attr-defined]
+        together: int = self._experts.reduces_together()  # type: ignore[attr-defined]
+        self._experts.parts = parts.for_experts(axis.data_rank, axis.data_size, together)  # type: ignore[attr-defined]
+
+    def reduces_together(self) -> int:
+        """See `ParallelStrategy`."""
+        together: int = self._dense.reduces_together()  # type: ignore[attr-defined]
+        return together
 
     def shards(self) -> Mapping[str, ParamShard]:
         """See `ParallelStrategy.shards`."""

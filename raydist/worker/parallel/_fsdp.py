@@ -150,7 +150,7 @@ class FullyShardedStrategy(ABC):
         between = None
         if self._between:
             group = self._devices.get_group(0)
-            between = TreeAllReduce(parts.count, parts.nodes_of_copies(), group, self._rank.device, aside=False)
+            between = TreeAllReduce(parts.tree, parts.nodes_of_copies(), group, self._rank.device, aside=False)
         for module, _ in units(model):
             scatter = PartReduceScatter(parts, range(first, first + parts.together), rooms)
             module.set_custom_reduce_scatter(scatter)

@@ -34,7 +34,7 @@ class PartReduceScatter(gloo_p2p.DirectReduceScatter):
 
     def clear(self) -> None:
         """Forgets the parts before: the step begins, or begins again."""
-        self.fold: Fold[Tensor] = Fold(self._parts.count, in_place)
+        self.fold: Fold[Tensor] = Fold(self._parts.tree, in_place)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -48,7 +48,7 @@ class PartReduceScatter(gloo_p2p.DirectReduceScatter):
         rows = output_tensor.numel()
         room = self._room(room_for(nodes, rows), output_tensor)
         sizes = [rows] * group.size()
-        for node, value in Exchange(self._parts.count, nodes, sent, sizes, room, group).wait():
+        for node, value in Exchange(self._parts.tree, nodes, sent, sizes, room, group).wait():
             self.push(node, value)
         output_tensor.zero_()
         if self._parts.last and len(self.fold.nodes) == 1:
@@ -78,8 +78,8 @@ class PartCopies:
         if not self._parts.running:
             dist.all_reduce(reduced, group=self._group)
             return
-        if self._parts.together == 1 and self._parts.part is not None:
-            self._scatter.push((self._parts.part, self._parts.part + 1), reduced)
+        if self._parts.together == 1 and self._parts.term is not None:
+            self._scatter.push((self._parts.term, self._parts.term + 1), reduced)
         reduced.zero_()
         if self._parts.last:
             found = [value for _, value in self._scatter.fold.nodes]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.comm.tree import halved
 from raydist.worker.distributed import Rank
 from raydist.worker.parameter_table import ParameterTable
@@ -40,23 +41,27 @@ def grad_norm(
 class RowNorm:
     """The same with the same bits for any split into rows: norms of rows, which no rank has a part of, are added in one order.
 
-    Call it when every shard has its gradient. Sends a number for each row, unless each rank holds the whole gradient.
+    Call it when every shard has its gradient. Sends a number for each row, unless each rank holds the whole gradient. Making one is
+    a collective where ranks have different parameters.
     """
 
     def __init__(self, parameters: ParameterTable, rank: Rank) -> None:
         self._device = rank.device
         self._sends = not all(parameters.held_by_all(name) for name in parameters.trained)
         self._own: list[tuple[Tensor, slice]] = []
+        columns_of = {name: shard.columns[1] for name, shard in parameters.shards.items()}
+        if not parameters.is_same_everywhere:
+            for of_rank in gather_json(columns_of, rank.control):
+                columns_of |= of_rank
         first = 0
         for name in parameters.trained:
             whole = shape[0] if (shape := parameters[name].shape) else 1
-            shard = parameters.shards[name]
-            rows = shard.local.shape[0] if shard.local.ndim else 1
-            part, columns = shard.columns
-            if shard.local.numel() and (not self._sends or parameters.counts(name)):
-                at = first + part * whole + shard.first_row
+            shard = parameters.shards.get(name)
+            if shard is not None and shard.local.numel() and (not self._sends or parameters.counts(name)):
+                rows = shard.local.shape[0] if shard.local.ndim else 1
+                at = first + shard.columns[0] * whole + shard.first_row
                 self._own.append((shard.local, slice(at, at + rows)))
-            first += columns * whole
+            first += columns_of[name] * whole
         self.numbers = first
         """That are summed over the ranks."""
 

@@ -28,12 +28,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
 from raydist.spec import JobSpec
-from raydist.worker.comm.collectives import sum_flat
 from raydist.worker.comm.compression.reducer import Reducer, reducers_of
+from raydist.worker.comm.tree import sum_flat
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParallelStrategy, ParamShard, Work
 from raydist.worker.parallel._model_graph import initialise, plain_name, some
 from raydist.worker.parallel._stages import StageCut, Stages, cut_model
+from raydist.worker.parts import Parts
 from raydist.worker.pipeline_schedule import Action, actions, most_sends
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -89,10 +90,11 @@ class Pipeline:
     takes_meta = True
 
     def __init__(self, spec: JobSpec, mesh: Mesh, make: Callable[[JobSpec, Mesh], ParallelStrategy]) -> None:
-        self._spec, self._mesh, self._make = spec, mesh, make
+        self._spec, self._mesh = spec, mesh
         self._chunks = spec.parallel.chunks
+        self._strategies = [make(spec, mesh) for _ in range(self._chunks)]
         self.stages: list[Stage] = []
-        self.loss_factor = 1.0
+        self.loss_factor = self._strategies[0].loss_factor
         self.in_flight = 0
         self._told: list[tuple[dist.Work, Tensor]] = []
         self.most_sends = most_sends(mesh.pipeline, self._chunks)
@@ -118,8 +120,10 @@ class Pipeline:
             for chunk in chunks:  # a stage has its own copy of the outermost module
                 for key in chunk._parameters:
                     chunk._parameters[key] = model._parameters[key]
-        self.stages = [Stage(number, chunk, self._make(self._spec, self._mesh)) for number, chunk in own.items()]
-        self.loss_factor = self.stages[0].strategy.loss_factor
+        self.stages = [
+            Stage(number, chunk, strategy)
+            for (number, chunk), strategy in zip(own.items(), self._strategies, strict=True)
+        ]
         return chunks[0] if len(chunks) == 1 else Stages(chunks)
 
     def _shared(self, model: nn.Module, parts: Sequence[nn.Module]) -> dict[tuple[int, ...], list[str]]:
@@ -183,6 +187,22 @@ class Pipeline:
             self.in_flight = max(self.in_flight, run.most_kept)
 
     # --- what the stages have together
+
+    @property
+    def parts(self) -> Parts | None:
+        """See `ParallelStrategy`."""
+        return getattr(self._strategies[0], "parts", None)
+
+    @parts.setter
+    def parts(self, parts: Parts) -> None:
+        """Sets them for every stage, before `cut`."""
+        for strategy in self._strategies:
+            strategy.parts = parts  # type: ignore[attr-defined]
+
+    def reduces_together(self) -> int:
+        """See `ParallelStrategy`."""
+        together: int = self._strategies[0].reduces_together()  # type: ignore[attr-defined]
+        return together
 
     @property
     def on_final(self) -> Callable[[Sequence[Tensor]], None] | None:
@@ -373,8 +393,11 @@ class _Run:
         stage = self.pipeline.stages[action.chunk]
         batch = self.micro_batches[action.index]
         entered = self._arrived(action)
-        if entered is not None and self.work.trains:
-            entered.requires_grad_()
+        if self.work.trains:
+            if entered is not None:
+                entered.requires_grad_()
+        elif self.pipeline.parts is not None:
+            self.pipeline.parts.enter(action.index, len(self.micro_batches))
         last = self.pipeline._is_last(stage)
         bound = cast(nn.Module, BoundStage(stage.module, entered))
         made = self.work.forward(bound, action.index, batch, part=not last)
@@ -391,6 +414,8 @@ class _Run:
         if grad is not None and (sent := self._sent.pop(Action("forward", action.chunk, action.index), None)):
             sent[0].wait()  # has ended: the next stage has used it
         kept = self._kept.pop((action.chunk, action.index))
+        if self.pipeline.parts is not None:  # gradients and losses are added in backward passes
+            self.pipeline.parts.enter(action.index, len(self.micro_batches))
         with stage.strategy.accumulate(last=action.index == len(self.micro_batches) - 1):
             self.work.backward(action.index, kept.made, grad)
         if kept.entered is not None:

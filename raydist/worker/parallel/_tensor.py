@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from raydist.errors import UserError
 from raydist.worker import lora
-from raydist.worker.comm.collectives import sum_flat
+from raydist.worker.comm.tree import sum_flat
 from raydist.worker.mesh import Mesh
 from raydist.worker.model._chunked_cross_entropy import head_loss
 from raydist.worker.parallel import ParamShard

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from raydist.spec import CommSpec
+from raydist.worker.comm.tree import Node, Tree
 from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
 
 
@@ -49,20 +50,26 @@ def ring_of(comm: CommSpec, group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def all_reduce_of(
-    comm: CommSpec, group: dist.ProcessGroup, nodes: Sequence[str], me: int, device: torch.device
+    comm: CommSpec,
+    group: dist.ProcessGroup,
+    nodes: Sequence[str],
+    me: int,
+    device: torch.device,
+    shared: bool = False,
 ) -> TreeAllReduce | None:
-    """The sum over `group` by `comm.topology`; None: torch's. `me`: this rank. A collective of the group."""
+    """The sum over `group` by `comm.topology`; None: torch's. `me`: this rank. `shared`: others send over `group` at the same time.
+    A collective of the group."""
     ranks = dist.get_process_group_ranks(group)
     if comm.topology == "direct":
-        return TreeAllReduce(len(ranks), _one_each(len(ranks)), group, device)
+        return TreeAllReduce(Tree(len(ranks)), _one_each(len(ranks)), group, device, shared=shared)
     if comm.topology != "two_level" or not two_levels(found := teams(ranks, nodes)):
         return None
     own = next(team for team in found if me in team)
     place = own.index(me)
     within = dist.new_group(own, use_local_synchronization=True)
     across = dist.new_group([team[place] for team in found], use_local_synchronization=True)
-    return TreeAllReduce(len(own), _one_each(len(own)), within, device, across=across)
+    return TreeAllReduce(Tree(len(own)), _one_each(len(own)), within, device, across=across)
 
 
-def _one_each(count: int) -> list[list[tuple[int, int]]]:
+def _one_each(count: int) -> list[list[Node]]:
     return [[(i, i + 1)] for i in range(count)]

@@ -23,31 +23,33 @@ from torch.futures import Future
 
 from raydist.worker.comm import gloo_p2p
 from raydist.worker.comm.compression.lane import Lane
-from raydist.worker.comm.tree import Exchange, Node, room_for
+from raydist.worker.comm.tree import Exchange, Node, Tree, room_for
 from raydist.worker.metrics import collective_counters
 
 
 class TreeAllReduce:
     """All ranks of `group` make one, and call it with the same buckets in the same order.
 
-    `nodes`: of each rank. `aside` False: a call returns with the sum, on CUDA in the caller's stream. `across`: ranks of several
-    such groups that have the same place in theirs; the sum is then over all groups.
+    `nodes`: of each rank. `aside` False: a call returns with the sum, on CUDA in the caller's stream. `shared`: others send over
+    `group` at the same time. `across`: ranks of several such groups that have the same place in theirs; the sum is then over all
+    groups.
     """
 
     def __init__(
         self,
-        count: int,
+        tree: Tree,
         nodes: Sequence[Sequence[Node]],
         group: dist.ProcessGroup,
         device: torch.device,
         aside: bool = True,
+        shared: bool = False,
         across: dist.ProcessGroup | None = None,
     ) -> None:
-        self._across = across
-        self._count, self._nodes, self._device = count, nodes, device
+        self._tree, self._nodes, self._device, self._across = tree, nodes, device, across
         self._room = torch.empty(0, device=device)
         ranks = dist.get_process_group_ranks(group)
-        self._groups = [group, dist.new_group(ranks, use_local_synchronization=True)]
+        made = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(1 + shared)]
+        self._groups = made if shared else [group, *made]
         stream = torch.cuda.Stream(device) if device.type == "cuda" and aside else None  # type: ignore[no-untyped-call]
         self._lanes = [Lane(f"tree-{name}", stream, aside) for name in ("exchange", "across", "gather")]
         self._put_at = self._done_at = 0.0
@@ -106,7 +108,7 @@ class TreeAllReduce:
         needed = room_for(self._nodes, sizes[group.rank()])
         if self._room.numel() < needed:
             self._room = torch.empty(needed, dtype=into.dtype, device=self._device)
-        work = Exchange(self._count, self._nodes, [node.view(-1) for node in nodes], sizes, self._room, group)
+        work = Exchange(self._tree, self._nodes, [node.view(-1) for node in nodes], sizes, self._room, group)
         ((_, value),) = work.wait()
         rows[group.rank()].copy_(value)
         return rows

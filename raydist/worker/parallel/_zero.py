@@ -27,7 +27,7 @@ from raydist.spec import JobSpec
 from raydist.worker.comm import gloo_p2p
 from raydist.worker.comm.compression.piece import Piece
 from raydist.worker.comm.compression.reducer import Reducer
-from raydist.worker.comm.tree import Exchange, Fold, Node, in_place, room_for
+from raydist.worker.comm.tree import Exchange, Fold, Node, Tree, in_place, room_for
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParamShard
 from raydist.worker.parallel._model_graph import blocks_of, check_graph, refuse_scalars, tied_across, weakly
@@ -117,11 +117,11 @@ class _Slot:
         self,
         unit: Unit,
         group: dist.ProcessGroup,
-        count: int,
+        tree: Tree,
         nodes: Sequence[Sequence[Node]],
         own: Sequence[list[Tensor]],
     ) -> None:
-        """The same along the tree of `count` parts. `own`: of each of this rank's nodes the unit's gradients."""
+        """The same along a tree. `own`: of each of this rank's nodes the unit's gradients."""
         packed, _ = self.buffers(unit)
         sent = [packed, *(torch.zeros_like(packed) for _ in own[1:])][: len(own)]
         for into, grads in zip(sent, own, strict=True):
@@ -131,7 +131,7 @@ class _Slot:
             self._parts = torch.empty(needed, dtype=packed.dtype, device=packed.device)
         flat = [node.view(-1) for node in sent]
         self.unit = unit
-        self.exchange = Exchange(count, nodes, flat, [unit.size] * unit.world, self._parts[:needed], group)
+        self.exchange = Exchange(tree, nodes, flat, [unit.size] * unit.world, self._parts[:needed], group)
 
     def gather(self, unit: Unit, group: dist.ProcessGroup) -> None:
         """Starts an all-gather of this rank's part into the packed buffer."""
@@ -283,7 +283,7 @@ class ZeroStrategy:
         grads = [_gradient(p) for p in unit.parameters]
         if self.parts is not None:
             nodes, own = self._nodes(self.parts, unit, grads)
-            slot.reduce_tree(unit, self._group, self.parts.count, nodes, own)
+            slot.reduce_tree(unit, self._group, self.parts.tree, nodes, own)
         else:
             packed, _ = slot.buffers(unit)
             unit.pack(grads, packed)
@@ -303,7 +303,7 @@ class ZeroStrategy:
     def _take_nodes(self, slot: _Slot, unit: Unit) -> Tensor | None:
         """Adds what has arrived to the parts before: this rank's rows of the sum once all parts have arrived."""
         assert self.parts is not None
-        fold = self._folds.setdefault(id(unit), Fold(self.parts.count, in_place))
+        fold = self._folds.setdefault(id(unit), Fold(self.parts.tree, in_place))
         for node, rows in slot.take_nodes():
             kept = rows if slot.last or fold.joins(node) else rows.clone()  # the slot is used again
             fold.push(node, kept)

@@ -93,9 +93,13 @@ class Strategy:
                     self._spec.comm, group, self._rank.device, factor=self.loss_factor, aside=True, part=self._mesh.part
                 )
             if self.parts is not None:
-                self._tree = TreeAllReduce(self.parts.count, self.parts.nodes_of_copies(), group, self._rank.device)
+                nodes = self.parts.nodes_of_copies()
+                # The stages of a rank sum over the same ranks, each in a thread of its own.
+                self._tree = TreeAllReduce(self.parts.tree, nodes, group, self._rank.device, shared=self._direct)
             else:
-                self._tree = all_reduce_of(self._spec.comm, group, self._nodes, self._rank.rank, self._rank.device)
+                self._tree = all_reduce_of(
+                    self._spec.comm, group, self._nodes, self._rank.rank, self._rank.device, shared=self._direct
+                )
             own_sums = self._spec.comm.compresses or self._tree is not None or self._group is not group
             if own_sums or self._spec.precision.reduce != "fp32" or self._spec.offload.optimizer == "cpu":
                 # Through a lambda, because torch compares annotations, and those of this module are strings.

@@ -52,6 +52,20 @@ def test_a_cell_that_begins_again(tmp_path: Path) -> None:
     assert fits.fitted(request(tmp_path / "a", 1)).spec.train.micro_batch == 1, "it is never made larger"
 
 
+def test_virtual_ranks_keep_the_micro_batch(tmp_path: Path) -> None:
+    """Its size decides bits: a trial that ran out of memory begins again with recomputed activations, and others as requested."""
+    asked, fits = request(tmp_path / "a", train={"virtual_ranks": 3}), MicroBatches()
+    fits.learn(asked.spec, 2)
+    assert fits.fitted(asked, 2) is asked
+    asked.run.storage.write(SPEC, b"")
+    log = RunLog(asked.run)
+    (event,) = decided(None)
+    log.event(Event("decision", 1.0, {**event.data, "checkpoint_activations": "full"}))
+    log.flush()
+    train = fits.fitted(asked).spec.train
+    assert train == asked.spec.train.model_copy(update={"checkpoint_activations": "full"})
+
+
 @pytest.mark.parametrize(
     ("other", "micro_batch"),
     [

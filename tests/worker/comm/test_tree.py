@@ -13,64 +13,107 @@ from raydist.data.batches import equal_parts
 from raydist.errors import UserError
 from raydist.worker import numerics
 from raydist.worker.build import refuse_running_statistics
-from raydist.worker.comm.tree import Fold, cover, halved, total
+from raydist.worker.comm.tree import Fold, Tree, cover, halved, total
 from raydist.worker.optim.aligned import whole_vectors
 from raydist.worker.parts import Parts
 
 
-def nested(first: int, last: int) -> str:
+def nested(first: int, last: int, each: int) -> str:
     """The sum of terms as it is written, straight from the definition."""
     if last - first == 1:
         return str(first)
-    left = 1
+    left = each if last - first > each else 1
     while 2 * left < last - first:
         left *= 2
-    return f"({nested(first, first + left)}+{nested(first + left, last)})"
+    return plus(nested(first, first + left, each), nested(first + left, last, each))
 
 
-@given(st.integers(1, 40), st.data())
-def test_however_terms_are_spread_the_sum_is_the_same(count: int, data: st.DataObject) -> None:
-    """Terms on any number of ranks, folded there and then together, give the one nested sum; a rank never keeps more than
-    log2 + 1 of them."""
-    cuts = sorted(data.draw(st.sets(st.integers(1, count - 1)))) if count > 1 else []
-    together: Fold[str] = Fold(count, lambda left, right: f"({left}+{right})")
-    for first, last in zip([0, *cuts], [*cuts, count], strict=True):
-        own: Fold[str] = Fold(count, lambda left, right: f"({left}+{right})")
-        for term in range(first, last):
-            own.push((term, term + 1), str(term))
-            assert first or len(own.nodes) <= count.bit_length()
-        assert [node for node, _ in own.nodes] == list(cover(count, first, last))
+def plus(one: str, other: str) -> str:
+    """Their sum, the one with the lower terms first."""
+    terms = sorted((one, other), key=lambda text: int(text.lstrip("(").split("+")[0]))
+    return f"({terms[0]}+{terms[1]})"
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.data())
+def test_however_terms_are_spread_the_sum_is_the_same(each: int, groups: int, data: st.DataObject) -> None:
+    """Terms on any ranks, which come in any order, folded there and then together, give the one nested sum; a rank that has a
+    stretch of the terms of a group never keeps more than log2 + 1 of them."""
+    tree = Tree(each, groups)
+    owners = data.draw(st.lists(st.integers(0, 3), min_size=tree.count, max_size=tree.count))
+    order = data.draw(st.permutations(range(tree.count)))
+    together: Fold[str] = Fold(tree, plus)
+    for rank in data.draw(st.permutations(range(4))):
+        own: Fold[str] = Fold(tree, plus)
+        for term in order:
+            if owners[term] == rank:
+                own.push((term, term + 1), str(term))
+        assert [node for node, _ in own.nodes] == cover(tree, (t for t in order if owners[t] == rank))
         for node, value in own.nodes:
             together.push(node, value)
-    assert [value for _, value in together.nodes] == [nested(0, count)]
+    assert [value for _, value in together.nodes] == [nested(0, tree.count, each)]
+    row: Fold[str] = Fold(tree, plus)
+    for term in range(each):
+        row.push((term, term + 1), str(term))
+        assert len(row.nodes) <= each.bit_length()
 
 
-@given(st.integers(1, 12), st.data())
-def test_each_part_once_and_all_in_order(count: int, data: st.DataObject) -> None:
-    """Every part is one rank's; in each turn the parts of a copy follow those before; in the last turn every rank has one; all
-    ranks make as many passes; a batch's samples are those of the parts."""
-    size = data.draw(st.integers(1, count))
-    together = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
-    ranks = [Parts(count, rank, size, together) for rank in range(size)]
-    assert sorted(part for each in ranks for part in each.own if part is not None) == list(range(count))
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+    """(parts, replicas, replicas that share experts, places of a rank in a set of these, ranks that reduce together)."""
+    unit, sets, places = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    size = sets * places
+    together = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+    return unit * draw(st.integers(sets, 3 * sets)), unit * sets, unit, places, together
+
+
+@given(layouts())
+def test_each_part_once_and_all_in_order(layout: tuple[int, int, int, int, int]) -> None:
+    """Every term is one rank's; in the last turn every rank has one; all ranks make as many passes; ranks with parts in a row send
+    few nodes; a batch's samples are those of the parts, and those of a unit are computed at the same time."""
+    count, replicas, unit, places, together = layout
+    size = replicas // unit * places
+    ranks = [Parts(count, rank, size, together, replicas=replicas, unit=unit) for rank in range(size)]
+    assert sorted(term for each in ranks for term in each.own if term is not None) == list(
+        range(count // unit * places)
+    )
     assert len({len(each.own) for each in ranks}) == 1
     assert all(each.own[-1] is not None for each in ranks)
-    for copy in range(size // together):
-        of_copy = ranks[copy * together : (copy + 1) * together]
-        turns = zip(*(each.own for each in of_copy), strict=True)
-        assert [part for turn in turns for part in turn if part is not None] == list(range(*ranks[0].of_copy(copy)))
+    if together == 1:
+        assert max(map(len, ranks[0].nodes_of_copies())) <= 2 * (count // unit).bit_length()
     ids = np.arange(3 * count)
     divide = equal_parts(2)
-    for each in ranks:
-        batches = each.divide(divide)(ids, each.rank, size)
-        expected = [b.tolist() for p in each.own if p is not None for b in divide(ids, p, count)]
+    own = [ranks[0].of_replica(replica) for replica in range(replicas)]
+    assert sorted(part for each in own for part in each if part is not None) == list(range(count))
+    for first in range(0, replicas, unit):
+        for turn in zip(*own[first : first + unit], strict=True):
+            of_turn = [part for part in turn if part is not None]
+            assert not of_turn or of_turn == [*range(of_turn[0], of_turn[0] + unit)]
+            assert not of_turn or of_turn[0] % unit == 0
+    for replica in range(replicas):
+        batches = ranks[0].divide(divide)(ids, replica, replicas)
+        expected = [b.tolist() for p in own[replica] if p is not None for b in divide(ids, p, count)]
         assert [b.tolist() for b in batches if len(b)] == expected
 
 
-def test_more_ranks_than_parts() -> None:
-    """One clear error."""
+@given(st.integers(1, 12), st.data())
+def test_a_copy_takes_parts_in_turn(count: int, data: st.DataObject) -> None:
+    """In each turn the parts of the ranks that reduce together follow those of the turn before."""
+    size = data.draw(st.integers(1, count))
+    together = data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+    ranks = [Parts(count, rank, size, together) for rank in range(size)]
+    found = []
+    for copy in range(size // together):
+        turns = zip(*(each.own for each in ranks[copy * together : (copy + 1) * together]), strict=True)
+        found += [part for turn in turns for part in turn if part is not None]
+    assert found == list(range(count))
+
+
+def test_parts_that_ranks_cannot_share() -> None:
+    """One clear error for more ranks than parts, and for parts that are no whole units."""
     with pytest.raises(UserError, match=r"train.virtual_ranks: 2: 3 workers .* are more than there are parts"):
         Parts(2, 0, 3)
+    with pytest.raises(UserError, match=r"train.virtual_ranks: 6: parts are computed by 4 replicas together"):
+        Parts(6, 0, 1, replicas=4, unit=4)
 
 
 def test_sums_do_not_depend_on_threads() -> None:
@@ -86,7 +129,7 @@ def test_sums_do_not_depend_on_threads() -> None:
         torch.set_num_threads(before)
     assert found[0] == found[1]
     assert found[0][0] == pytest.approx(float(values.sum()))
-    assert total([0.1] * 6) == ((0.1 + 0.1) + (0.1 + 0.1)) + (0.1 + 0.1)
+    assert total(Tree(6), [0.1] * 6) == ((0.1 + 0.1) + (0.1 + 0.1)) + (0.1 + 0.1)
 
 
 @given(st.integers(1, 70), st.integers(0, 70))

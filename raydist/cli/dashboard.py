@@ -1,0 +1,61 @@
+"""`raydist dashboard`: serves live pages of the runs and sweeps of one or more storages.
+
+Runs in: the user's shell. Imports aiohttp and pyarrow inside the command; never ray or torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+PORT = 8275
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(dashboard)
+
+
+def dashboard(
+    storages: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[STORAGE]...",
+            help="Folders or URIs that hold runs. Default: RAYDIST_STORAGE, config.toml, the nearest runs/, or ~/raydist.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; another one lets other machines connect.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = PORT,
+) -> None:
+    """Serve live pages of runs and sweeps to your browser, from their folders alone, until Ctrl-C.
+
+    Prints the address to open; whoever has it can see the runs, so do not share it. Changes nothing.
+    """
+    import asyncio
+
+    from raydist.dashboard.access import Door
+    from raydist.dashboard.server import listener, serve
+    from raydist.errors import UsageError
+    from raydist.run.storage_choice import choose
+    from raydist.storage import Storage
+
+    choices = [choose(given) for given in storages] if storages else [choose()]
+    homes = [Storage(choice.uri) for choice in choices]
+    for home, choice in zip(homes, choices, strict=True):
+        if not home.exists():
+            raise UsageError(
+                f"storage {home.uri} ({choice.because}) does not exist", "name a folder or URI that holds runs"
+            )
+    with listener(host, port) as listening:
+        door = Door(host, listening.getsockname()[1])
+
+        def ready() -> None:
+            print(door.url(), flush=True)
+            print("open this address in a browser; Ctrl-C ends the server", file=sys.stderr)
+
+        asyncio.run(serve(homes, listening, door, ready))

@@ -1,0 +1,94 @@
+"""Who may ask the dashboard: who has its token, from a page of its own, by a name that belongs to this host. Pure.
+
+The token stands in the address that `raydist dashboard` prints; the browser exchanges it for a cookie. Three checks, each of which
+stops another attack:
+
+    the cookie               other users of the host, and of the network
+    Host                     a foreign name that was made to resolve to this address (DNS rebinding)
+    Origin, Sec-Fetch-Site   other pages in the same browser, which send the cookie along
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import ipaddress
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+PARAMETER = "token"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
+    "img-src 'self' data:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Of every answer. Scripts and styles come from the server's own files only; shares of a bar are style attributes."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """Decides on requests. `host`: the address at which the server listens, as given."""
+
+    host: str
+    port: int
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+
+    @property
+    def cookie(self) -> str:
+        """The cookie's name: browsers do not tell ports apart, so it contains this one's."""
+        return f"raydist-{self.port}"
+
+    def refused(self, method: str, headers: Mapping[str, str]) -> str | None:
+        """Why a request is refused whatever its token is; None if it is not."""
+        if method not in ("GET", "HEAD"):
+            return "this server only shows: use GET"
+        if not self._ours(headers.get("Host", "")):
+            return "the name in the address is not one of this host"
+        origin = headers.get("Origin")
+        if origin is not None and origin != f"http://{headers['Host']}":
+            return "the request comes from another site"
+        foreign = headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none")
+        if foreign and not (
+            headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
+        ):
+            return "the request comes from another site"
+        return None
+
+    def knows(self, token: str | None) -> bool:
+        """Whether this is the token, in a time that does not depend on it."""
+        return token is not None and hmac.compare_digest(token.encode(), self.token.encode())
+
+    def set_cookie(self) -> str:
+        """The value of Set-Cookie: for this browser session, out of reach of scripts and of requests from other sites."""
+        return f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
+
+    def url(self) -> str:
+        """The address for the browser, with the token."""
+        shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(self.host, self.host)
+        name = f"[{shown}]" if ":" in shown else shown
+        return f"http://{name}:{self.port}/?{PARAMETER}={self.token}"
+
+    def _ours(self, host: str) -> bool:
+        """A number cannot be made to resolve to something else. The port may be that of an SSH tunnel."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in {"localhost", self.host.lower()} or name in _names()
+        return True
+
+
+@functools.cache
+def _names() -> frozenset[str]:
+    """This host's; the second one asks the name server."""
+    return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})

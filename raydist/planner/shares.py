@@ -1,0 +1,69 @@
+"""How a job's batches, weights and state are divided over its ranks, for the other files of the planner.
+
+Runs anywhere. Plain python: no torch, no ray.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raydist.extension_plans import StrategyPlan, strategies, strategy_plan
+from raydist.planner.facts import Machine, Model
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec
+
+FP32 = 4
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def batches(spec: JobSpec, ranks: int) -> tuple[int, int]:
+    """(sequences per micro-batch, micro-batches per step) on the replica with the most, as data/batches.py distributes them.
+
+    `ranks`: of the whole run. With data.batching of the largest micro-batch, as if all were: documents are not known here.
+    """
+    batching, replicas = spec.data.batching, ranks // spec.parallel.replica
+    if batching is not None:
+        rows, length = spec.largest_pass
+        step = -(-batching.global_tokens // length) if batching.global_tokens is not None else spec.train.global_batch
+        return rows, -(-step // (replicas * rows))
+    most = -(-spec.train.global_batch // replicas)
+    count = -(-most // spec.train.micro_batch)
+    return -(-most // count), count
+
+
+def replicas(spec: JobSpec, machine: Machine) -> int:
+    """Copies of the weights, over which strategies split the state: replicas of the model, and in them the ranks that share
+    sequences."""
+    return machine.ranks * spec.parallel.context // spec.parallel.replica
+
+
+def planned(spec: JobSpec) -> tuple[str, ...]:
+    """The strategies that can be planned, in the order of preference: the built-in ones, and the job's own where it has a PLAN."""
+    own, built_in = spec.parallel.strategy, strategies()
+    return built_in if own in built_in or strategy_plan(own) is None else (*built_in, own)
+
+
+def plan_of(strategy: str) -> StrategyPlan:
+    """The PLAN of a strategy that `planned` has."""
+    plan = strategy_plan(strategy)
+    assert plan is not None, strategy
+    return plan
+
+
+def shard_of(strategy: str, spec: JobSpec, machine: Machine) -> int:
+    """Replicas that share one copy of the state that the strategy shards: of each rank of a tensor group, its part."""
+    plan = plan_of(strategy)
+    if not plan.sharded:
+        return 1
+    count, on_node = replicas(spec, machine), max(machine.per_node // spec.parallel.tensor, 1)
+    return count if plan.group is None else plan.group(spec, count, on_node)
+
+
+def units(model: Model, ranks: int, trained: bool = False) -> dict[int, int]:
+    """Unit -> elements of one rank's part of it, padded to the largest rank's rows."""
+    found: dict[int, int] = {}
+    for p in model.params:
+        if p.trained or not trained:
+            found[p.unit] = found.get(p.unit, 0) + p.part(ranks)
+    return found

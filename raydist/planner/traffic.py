@@ -1,0 +1,115 @@
+"""The bytes that a rank sends in a step, by strategy.
+
+Runs anywhere. Plain python: no torch, no ray. Strategies may count their own, in the PLAN of their file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raydist.extension_plans import StrategyPlan, buckets, compressor_plan
+from raydist.planner.facts import ROOT, Activations, Machine, Model, Traffic
+from raydist.planner.shares import BYTES, FP32, batches, plan_of, replicas, shard_of, units
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec
+
+_DDP_BUCKET_MB = 25.0  # torch's default
+_FIRST_BUCKET = 2**20  # dist._DEFAULT_FIRST_BUCKET_BYTES
+
+
+def traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> Traffic:
+    """Bytes that one rank sends to other replicas in one step, by ring algorithms, without the few bytes of the norm and the
+    loss. With comm.every on average: what an outer step sends, divided by the steps."""
+    ranks, shard = replicas(spec, machine), shard_of(strategy, spec, machine)
+    plan = plan_of(strategy)
+    if plan.traffic is not None and ranks > 1:
+        return Traffic(*plan.traffic(spec, machine, model))
+    made = Traffic(0, 0, 0)
+    for (part, over), (_, over_shard) in zip(model.by_replicas(ranks), model.by_replicas(shard), strict=True):
+        one = _traffic(plan, spec, machine, part, over, over_shard)
+        made = Traffic(made.gathers + one.gathers, made.sums + one.sums, made.across + one.across)
+    return made
+
+
+def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, ranks: int, shard: int) -> Traffic:
+    """Of parameters that so many ranks hold, `shard` of them one copy of the sharded state."""
+    if ranks == 1:
+        return Traffic(0, 0, 0)
+    count = batches(spec, machine.ranks)[1]
+    compute, reduce = BYTES[spec.precision.params], sent_bytes(spec)
+    every = spec.comm.every
+    if every is not None:
+        reduce = outer_bytes(spec) / every
+    if not plan.sharded:
+        return Traffic(0, round(2 * (ranks - 1) / ranks * model.size(trained=True) * reduce), 0)
+    grads = sum(units(model, shard, trained=True).values())
+    if "parameters" not in plan.sharded:
+        each = (ranks - 1) * grads
+        return Traffic(each * FP32, round(each * reduce * (count if "gradients" in plan.sharded else 1)), 0)
+    parts = units(model, shard)
+    once = parts.pop(ROOT, 0)
+    blocks = [parts[i] for i in sorted(parts)]
+    match spec.parallel.reshard_after_forward:
+        case False:
+            gathers = once + sum(blocks)
+        case True:
+            gathers = once + 2 * sum(blocks)
+        case _:
+            gathers = once + 2 * sum(blocks[:-1]) + sum(blocks[-1:])
+    copies = ranks // shard
+    across = 2 * (copies - 1) / copies * grads * reduce
+    each = (shard - 1) * count
+    # Of several copies only what goes between them is compressed.
+    within = reduce if copies == 1 and every is None else BYTES[spec.precision.reduce]
+    return Traffic(each * gathers * compute, round(each * grads * within), round(across))
+
+
+def last_share(strategy: str, spec: JobSpec, model: Model) -> float:
+    """Share of a step's sums that is sent after the last backward pass, and of its gathers before the first forward pass: what no
+    computation overlaps. The last bucket of ddp; else the parameters of no block, or where every one is in a block, one block."""
+    whole = model.size(trained=True)
+    if not whole:
+        return 0.0
+    if buckets(strategy):
+        # torch's first bucket has 1 MiB, so that sums begin early.
+        rest = whole - _FIRST_BUCKET / FP32
+        bucket = ddp_bucket(spec) / FP32
+        return 1.0 if rest <= 0 else min(rest % bucket or bucket, whole) / whole
+    found = units(model, 1, trained=True)
+    return found.get(ROOT, 0) / whole or max(found.values()) / whole
+
+
+def tensor_traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations) -> int:
+    """Bytes that one rank sends to its tensor and context groups in one step: those of the passes, as measured, and the sum over
+    the tensor group of its gradients of parameters that are whole there, of which it has the rows that the strategy gives it."""
+    ranks = spec.parallel.tensor
+    shard = shard_of(strategy, spec, machine)
+    whole = sum(p.part(shard) for p in model.params if p.trained and p.whole is None) if ranks > 1 else 0
+    passes = batches(spec, machine.ranks)[1] * activations.tensor_sent
+    return passes + round(2 * (ranks - 1) / ranks * whole * FP32)
+
+
+def sent_bytes(spec: JobSpec) -> float:
+    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32, as does auto."""
+    if not spec.comm.compresses:
+        return BYTES[spec.precision.reduce]
+    plan = compressor_plan(spec.comm.compress)
+    return plan.bits / 8 if plan is not None else FP32
+
+
+def outer_bytes(spec: JobSpec) -> float:
+    """Of one number of an outer gradient, as it is sent."""
+    plan = compressor_plan(spec.comm.compress) if spec.comm.rounds else None
+    return plan.bits / 8 if plan is not None else FP32
+
+
+def outer_sent(spec: JobSpec, numbers: int) -> int:
+    """Bytes of a buffer that has one fragment, as it is sent."""
+    return round(outer_bytes(spec) * numbers / spec.comm.fragments)
+
+
+def ddp_bucket(spec: JobSpec) -> float:
+    """Bytes of a bucket in fp32."""
+    asked = spec.parallel.bucket_mb
+    return (_DDP_BUCKET_MB if asked is None or asked == "auto" else asked) * 2**20

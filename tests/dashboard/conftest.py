@@ -1,0 +1,105 @@
+"""One `raydist dashboard` for the tests here, as its own process, over a storage with a run, a hostile run and a sweep."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from raydist.run.directory import SPEC, RunDir
+from raydist.run.rank_logs import name as log_name
+from raydist.run.status import this_process, write_state
+from raydist.run.sweep_directory import SweepDir
+from raydist.spec.sweep import load_sweep
+from tests.report import story
+from tests.report.sweep.conftest import Swept, train
+
+ROOT = Path(__file__).parents[2]
+EVIL = "<img src=x onerror=owned=1>"
+"""HTML as a name, in a spec and in the output of a rank: if any text became HTML, it would set `owned`."""
+SWEEP = f"""
+base: {ROOT / "jobs/quickstart.yaml"}
+array: {{parameters: {{lr: [1e-4, 1e-3]}}}}
+"""
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """The running server. `home`: its storage; `url`: what it has printed."""
+
+    home: Path
+    url: str
+
+    @property
+    def address(self) -> str:
+        """Without a path."""
+        return self.url.partition("/?")[0]
+
+    @property
+    def token(self) -> str:
+        return self.url.partition("token=")[2]
+
+    @property
+    def cookie(self) -> str:
+        return f"raydist-{urlsplit(self.url).port}={self.token}"
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+        """Status, headers and body of one request, with the cookie unless another one is given. `_` in names becomes `-`."""
+        place = urlsplit(self.url)
+        connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=300)
+        sent = {"Cookie": self.cookie, **{name.replace("_", "-"): value for name, value in headers.items()}}
+        connection.request(method, path, headers=sent)
+        answer = connection.getresponse()
+        found = answer.status, dict(answer.getheaders()), answer.read().decode()
+        connection.close()
+        return found
+
+
+def running(run: RunDir, step: int, pid: int | None = None) -> None:
+    """The state of a run whose driver is that process, or this one. Its heartbeat does not become old while the test waits."""
+    state = {"status": "running", "heartbeat_at": time.time() + 86_400, "driver": this_process(pid), "step": step}
+    write_state(run, {**state, "attempt": 2, "world_size": 2, "loss": 1.0})
+
+
+@pytest.fixture(scope="session")
+def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    """Serves until the tests are over; then SIGTERM ends it with exit code 0, and it has printed no error."""
+    folder = tmp_path_factory.mktemp("dashboard")
+    home = folder / "runs"
+    story.story(RunDir(home / "base"))
+    evil = story.story(RunDir(home / EVIL))
+    evil.storage.write(SPEC, f"name: x\ntrain: {{steps: 200}}\nnote: '{EVIL}'\n".encode())
+    evil.storage.write(log_name(2, 0), f"{EVIL}\n<script>owned=1</script>\n\x1b[31mred\n".encode())
+    (home / "secret").mkdir()
+    (folder / "outside").mkdir()
+    story.story(RunDir(folder / "outside" / "private"))
+    (home / "linked").symlink_to(folder / "outside" / "private")
+    (folder / "tuned.yaml").write_text(SWEEP)
+    swept = Swept(SweepDir(home / "tuned"), load_sweep(folder / "tuned.yaml"))
+    train(swept.folder.run(swept.cells[0].id), swept.cells[0], [5.0, 4.0], 2.5)
+    swept.finish(0, 2.5)
+    swept.finish(1, 2.25)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "raydist", "dashboard", str(home), "--port", "0"]
+    with (folder / "stderr").open("w+") as errors:
+        server = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        assert server.stdout is not None
+        try:
+            yield Dashboard(home, server.stdout.readline().strip())
+        finally:
+            server.send_signal(signal.SIGTERM)
+            ended = server.wait(300)
+            server.stdout.close()
+        errors.seek(0)
+        assert (ended, errors.read().splitlines()[1:]) == (0, [])

@@ -1,0 +1,147 @@
+"""The dashboard's server over its socket: who gets what, and nobody gets more."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import socket
+from contextlib import ExitStack
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from raydist.cli import main as cli
+from tests.dashboard.conftest import EVIL, Dashboard
+
+PAGES = ("/", "/run/0/base", "/sweep/0/tuned", "/look.css", "/chart.js", "/live.js")
+
+
+def test_every_page_needs_the_token(dashboard: Dashboard) -> None:
+    """Without the cookie, and with a wrong one, even for the scripts; a wrong token in the address sets no cookie."""
+    for path in (*PAGES, "/no-such-page"):
+        assert dashboard.ask(path, Cookie="")[0] == 401
+        assert dashboard.ask(path, Cookie=dashboard.cookie + "x")[0] == 401
+        assert dashboard.ask(path, Cookie=f"raydist={dashboard.token}")[0] == 401
+    status, headers, _ = dashboard.ask("/?token=wrong", Cookie="")
+    assert (status, "Set-Cookie" in headers) == (401, False)
+    status, headers, body = dashboard.ask(f"/?token={dashboard.token}", Cookie="")
+    assert (status, headers["Set-Cookie"]) == (200, f"{dashboard.cookie}; HttpOnly; SameSite=Strict; Path=/")
+    assert 'http-equiv="refresh" content="0;url=/"' in body
+    assert dashboard.token not in body
+    assert [dashboard.ask(path)[0] for path in PAGES] == [200] * len(PAGES)
+
+
+def test_other_sites_get_nothing_with_the_cookie(dashboard: Dashboard) -> None:
+    """A foreign Host, a foreign Origin, another method: refused before anything is read."""
+    assert dashboard.ask("/", Host="evil.example")[0] == 403
+    assert dashboard.ask("/", Origin="http://evil.example")[0] == 403
+    assert dashboard.ask("/run/0/base", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors")[0] == 403
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
+        assert dashboard.ask("/run/0/base", method)[0] == 403
+
+
+def test_every_answer_forbids_scripts_frames_and_caches(dashboard: Dashboard) -> None:
+    """Also a refused one; no answer has a script or a style sheet inside."""
+    for path, cookie in [
+        (path, cookie) for path in (*PAGES, "/none", "/run/0/none") for cookie in (dashboard.cookie, "")
+    ]:
+        _, headers, body = dashboard.ask(path, Cookie=cookie)
+        rules = dict(rule.split(" ", 1) for rule in headers["Content-Security-Policy"].split("; "))
+        assert (rules["default-src"], rules["script-src"], rules["style-src"]) == ("'none'", "'self'", "'self'")
+        assert rules["frame-ancestors"] == "'none'"
+        assert (headers["Cache-Control"], headers["X-Content-Type-Options"]) == ("no-store", "nosniff")
+        assert headers["Referrer-Policy"] == "no-referrer"
+        if "html" in headers["Content-Type"]:
+            assert re.findall(r"<script(?! src=\"/\w+\.js\" defer></script>)|<style| on\w+=\"", body) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/run/0/none", "/run/1/base", "/run/99999999999999999999/base", "/run/0/secret", "/run/0/tuned", "/sweep/0/base",
+        "/run/0/linked", "/run/0/..", "/run/0/.", "/run/0/%2e%2e%2foutside%2fprivate", "/run/0/..%2foutside%2fprivate",
+        "/run/0/base%2f..%2fbase", "/run/0/base%00", "/run/0/%2fetc", "/run/0/.data", "/cell/0/tuned/..%2f..%2fbase",
+        "/cell/0/tuned/%2e%2e", "/cell/0/base/x", "/cell/0/..%2fruns/base", "/run/0/" + "a" * 3000, "/run/0/base/spec.yaml",
+        "/live.js/../../server.py", "/run/0/base?with=..%2foutside%2fprivate",
+    ],
+)  # fmt: skip
+def test_addresses_lead_only_to_runs_and_sweeps_of_the_storage(dashboard: Dashboard, path: str) -> None:
+    """Not to its other folders, through links or `..` to others, or to files: nothing of them is told."""
+    status, _, body = dashboard.ask(path)
+    assert status == 404 or (path.endswith("private") and "no &#x27;../outside/private&#x27; is here" in body)
+    assert "loss" not in body.lower() or "<h2>Problem</h2>" in body
+
+
+@pytest.mark.parametrize("query", ["first=x", "y=z", "last=1&first=2", "rank=-1", "with=a,b,c,d,e,f"])
+def test_a_view_that_makes_no_sense_is_one_clear_error(dashboard: Dashboard, query: str) -> None:
+    """With the field and the remedy, and status 400."""
+    status, _, body = dashboard.ask(f"/run/0/base?{query}")
+    assert status == 400
+    assert re.search(r"<p>(first|y|last|rank|with): .+</p>", body)
+
+
+def test_text_of_runs_is_text(dashboard: Dashboard) -> None:
+    """Names, specs and output are escaped, in pages and in the parts sent later, and have no control characters."""
+    path = f"/run/0/{quote(EVIL)}"
+    for address in ("/", path, f"{path}?rank=0", f"/run/0/base?with={quote(EVIL)}"):
+        status, _, body = dashboard.ask(address)
+        assert status == 200
+        assert "<img" not in body
+        assert "&lt;img src=x onerror=owned=1&gt;" in body
+    told = json.loads(dashboard.ask(f"{path}?since=x")[2])
+    assert "<img" not in "".join(told["parts"].values())
+    assert "&lt;script&gt;owned=1&lt;/script&gt;\nred\n" in told["parts"]["logs"]
+
+
+def test_only_changed_parts_are_sent(dashboard: Dashboard) -> None:
+    """Nothing for the present version; everything for one of another process, or for none."""
+    _, _, page = dashboard.ask("/run/0/base")
+    version = re.findall(r'data-version="([^"]+)"', page)[0]
+    same = json.loads(dashboard.ask(f"/run/0/base?since={version}")[2])
+    assert (same["version"], "parts" in same, same["ended"]) == (version, False, True)
+    for other in ("", "0", "other-1", f"{version}x", "é"):
+        told = json.loads(dashboard.ask(f"/run/0/base?since={quote(other)}")[2])
+        assert [*told["parts"]] == told["order"]
+        assert told["order"][0] == "head"
+
+
+def test_the_steps_as_csv(dashboard: Dashboard) -> None:
+    """One row per step with its columns; of a step trained twice, the last."""
+    status, headers, body = dashboard.ask("/run/0/base?download=steps.csv")
+    rows = [*csv.DictReader(io.StringIO(body))]
+    assert (status, headers["Content-Disposition"]) == (200, 'attachment; filename="steps.csv"')
+    assert [int(row["step"]) for row in rows] == [*range(1, 201)]
+    assert float(rows[149]["loss"]) == 90.0
+    assert {row["attempt"] for row in rows[50:]} == {"2"}
+
+
+def test_silent_and_slow_clients_do_not_keep_others_waiting(dashboard: Dashboard) -> None:
+    """With 500 open connections, of which some have sent half a request and some do not read their answer, a page is served."""
+    place = urlsplit(dashboard.url)
+    address = str(place.hostname), int(place.port or 0)
+    whole = f"GET /run/0/base HTTP/1.1\r\nHost: {place.netloc}\r\nCookie: {dashboard.cookie}\r\n\r\n".encode()
+    with ExitStack() as stack:
+        for number in range(500):
+            client = stack.enter_context(socket.create_connection(address, timeout=300))
+            client.sendall((b"", b"GET / HT", whole)[number % 3])
+        assert dashboard.ask("/run/0/base")[0] == 200
+
+
+def test_a_bad_request_of_the_command_is_one_error(dashboard: Dashboard, capsys: pytest.CaptureFixture[str]) -> None:
+    """A storage that does not exist, a port that is taken, an address of another host: exit code 2, with the remedy."""
+    place = urlsplit(dashboard.url)
+    for arguments, words in [
+        ([f"{dashboard.home}/none"], r"none \(--storage\) does not exist\n  name a folder or URI"),
+        (
+            [str(dashboard.home), "--port", str(place.port)],
+            r"cannot listen there: Address already in use\n  give another --port",
+        ),
+        ([str(dashboard.home), "--host", "192.0.2.1"], r"192.0.2.1:8275: cannot listen there: "),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["dashboard", *arguments])
+        printed = capsys.readouterr()
+        assert (caught.value.code, printed.out) == (2, "")
+        assert re.search(words, printed.err)
