@@ -183,6 +183,40 @@ class KillNode(AtPhase):
     fault: Literal["kill_node"] = "kill_node"
 
 
+class SuspendProcess(AtPhase):
+    """SIGSTOP to another process of the run on the rank's host, and SIGCONT after some seconds."""
+
+    fault: Literal["suspend_process"] = "suspend_process"
+    process: Literal["agent", "monitor", "coordinator", "raylet", "gcs"] = Field(
+        description="agent and raylet: the rank's own; coordinator and monitor: only on the driver's node; gcs: only of a private "
+        "Ray."
+    )
+    seconds: float = Field(5.0, gt=0, description="Duration.")
+
+
+class KillProcess(AtPhase):
+    """SIGKILL to another process of the run on the rank's host."""
+
+    fault: Literal["kill_process"] = "kill_process"
+    process: Literal["coordinator", "raylet", "gcs"] = Field(
+        description="raylet: the rank's own; coordinator: only on the driver's node; gcs: only of a private Ray."
+    )
+
+
+class NoDescriptors(AtPhase):
+    """The rank has no file descriptor left: EMFILE for every file, socket and pipe that it opens."""
+
+    fault: Literal["no_descriptors"] = "no_descriptors"
+    seconds: float = Field(1.0, gt=0, description="Duration.")
+
+
+class ClockJump(AtPhase):
+    """The clock of the rank's process jumps, and stays so until that process ends."""
+
+    fault: Literal["clock_jump"] = "clock_jump"
+    seconds: float = Field(3600.0, description="By how much; negative: backwards.")
+
+
 class BadNumber(InForward):
     """NaN or infinity in the loss, or only in the gradient, in all of this rank's forward passes of the step."""
 
@@ -271,6 +305,26 @@ class StorageGone(StorageFault):
     """EIO for every operation, including reads."""
 
     fault: Literal["storage_gone"] = "storage_gone"
+
+
+class StaleStorage(StorageFault):
+    """ESTALE for every operation, as from NFS whose server has exported another file system."""
+
+    fault: Literal["stale_storage"] = "stale_storage"
+
+
+class UnmountedStorage(StorageFault):
+    """The run's folder is not there, as below the mount point of a file system that was unmounted."""
+
+    fault: Literal["unmounted_storage"] = "unmounted_storage"
+
+
+class HangingStorage(StorageFault):
+    """Every operation waits until storage answers again, after `seconds`."""
+
+    fault: Literal["hanging_storage"] = "hanging_storage"
+    seconds: float = Field(gt=0, description="Duration from the beginning of the step.")
+    operations: Literal[None] = Field(None, description="Not with this fault.")
 
 
 class SlowStorage(StorageFault):

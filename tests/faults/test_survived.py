@@ -18,6 +18,7 @@ from raydist.cgroups import cgroup
 from raydist.faults import (
     Abort,
     BadNumber,
+    ClockJump,
     CpuHog,
     CpuQuota,
     DamageCheckpoint,
@@ -27,6 +28,7 @@ from raydist.faults import (
     Fault,
     FlipBit,
     Garbage,
+    HangingStorage,
     HoldGil,
     Kill,
     KillAgent,
@@ -34,6 +36,7 @@ from raydist.faults import (
     KillMonitor,
     LossSpike,
     MemoryHog,
+    NoDescriptors,
     OutOfMemory,
     Pause,
     Raise,
@@ -43,9 +46,12 @@ from raydist.faults import (
     SlowData,
     SlowRank,
     SlowStorage,
+    StaleStorage,
     StorageGone,
     StuckData,
     Suspend,
+    SuspendProcess,
+    UnmountedStorage,
 )
 from tests.exact import exact
 from tests.faults.conftest import GPT, LONG, STEPS, write
@@ -71,6 +77,17 @@ HICCUPS: list[Fault] = [
     Pause(rank=1, step=32, seconds=0.1, gap=0.1, stops=2),
     CpuHog(rank=0, step=33, seconds=0.2, processes=1),
     SlowData(rank=0, step=34, seconds=0.2),
+    ClockJump(rank=0, step=10, seconds=-3600.0),
+    ClockJump(rank=1, step=14, seconds=3600.0),
+    SuspendProcess(rank=1, step=14, process="agent", seconds=0.5),
+    SuspendProcess(rank=0, step=15, process="monitor", seconds=0.5),
+    SuspendProcess(rank=0, step=16, process="coordinator", seconds=0.5),
+    SuspendProcess(rank=1, step=17, process="raylet", seconds=0.5),
+    SuspendProcess(rank=0, step=19, process="gcs", seconds=0.5),
+    StaleStorage(rank=1, step=24, operations=1),
+    HangingStorage(rank=0, step=32, seconds=0.3),
+    NoDescriptors(rank=0, step=52, seconds=0.3),
+    UnmountedStorage(rank=1, step=57, operations=1),
     Garbage(rank=1, step=34, objects=1000),
     SlowRank(rank=0, step=35, seconds=0.05, steps=2),
 ]
@@ -150,11 +167,20 @@ def test_every_death_names_the_rank_and_the_cause(disturbed: Any) -> None:
 def test_storage_that_fails_costs_a_checkpoint(disturbed: Any) -> None:
     """The save in that step failed, on that rank and for that reason; the next one was committed."""
     failed = {
-        e["step"]: e for e in disturbed.events("disturbed", "checkpoint_failed") if "Connection" not in e["cause"]
+        e["step"]: e
+        for e in disturbed.events("disturbed", "checkpoint_failed")
+        if "Connection" not in e["cause"] and "Too many open files" not in e["cause"]
     }
     told = [(e["rank"], e["cause"].rpartition(": ")[2]) for _, e in sorted(failed.items())]
-    assert told == [(1, "No space left on device"), (1, "Input/output error"), (0, "Read-only file system")]
-    assert [step in due for step, due in zip(sorted(failed), ({9}, {18, 21}, {30}), strict=True)] == [True] * 3
+    assert told == [
+        (1, "No space left on device"),
+        (1, "Input/output error"),
+        (1, "Stale file handle"),
+        (0, "Read-only file system"),
+        (1, "its run's folder is gone; is its file system mounted?"),
+    ]
+    due = ({9}, {18, 21}, {24}, {30}, {57})
+    assert [step in of for step, of in zip(sorted(failed), due, strict=True)] == [True] * 5
     committed = {e["step"] for e in disturbed.events("disturbed", "checkpoint_saved")}
     assert {12, 33, STEPS} <= committed
 

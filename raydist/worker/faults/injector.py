@@ -28,12 +28,11 @@ from raydist import faults, registry
 from raydist.checkpoint import manifest
 from raydist.data.batches import Batches, StepBatch
 from raydist.faults import Fault
-from raydist.ipc import AGENT_PID
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import RunDir
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
-from raydist.worker.faults import InjectedError, host_pressure
+from raydist.worker.faults import InjectedError, host_pressure, run_processes
 from raydist.worker.faults.faulty_storage import Illness, ill_storage
 from raydist.worker.parallel._model_graph import plain_name
 
@@ -41,6 +40,7 @@ _WAIT_S = 60.0
 """The time to wait for the driver to inject a fault, and for the commit of a checkpoint to damage."""
 _POLL_S = 0.02
 _HOG_BYTES = 64 << 20
+_FEW = 8
 
 
 class Injector:
@@ -63,6 +63,8 @@ class Injector:
         self._slow: list[tuple[int, float]] = []
         """(last step, seconds) of slow ranks."""
         self._slept = 0
+        self._lasting: threading.Thread | None = None
+        """Ends with the lack of descriptors, in which no note can be written."""
         self._slow_data: list[tuple[int, float]] = []
         self._garbage: list[tuple[int, list[Any]]] = []
         """(last step, objects that are kept) of faults of the garbage collector."""
@@ -118,6 +120,8 @@ class Injector:
 
     def _claim(self, name: str, fault: Fault) -> str | None:
         """Writes the note of a fault, which is durable before the fault happens; None if it has happened `times` times."""
+        if self._lasting is not None:
+            self._lasting.join()
         rank = self._rank
         body = {
             "fault": fault.fault,
@@ -169,9 +173,17 @@ class Injector:
             case faults.MemoryHog(limit_mb=limit_mb):
                 _hog(limit_mb)
             case faults.KillAgent():
-                _agent().kill()
+                run_processes.find("agent", fault.fault).kill()
             case faults.KillNode():
-                _kill_node()
+                run_processes.kill_node(fault.fault)
+            case faults.KillProcess(process=process):
+                run_processes.find(process, fault.fault).kill()
+            case faults.SuspendProcess(process=process, seconds=seconds):
+                run_processes.suspend(run_processes.find(process, fault.fault), seconds)
+            case faults.NoDescriptors(seconds=lasting):
+                self._lasting = _open_all(lasting)
+            case faults.ClockJump(seconds=ahead):
+                _jump(ahead)
             case faults.BadNumber() | faults.LossSpike():
                 self._tampering = fault
             case faults.FlipBit(parameter=parameter, bit=bit):
@@ -304,32 +316,32 @@ def _hog(limit_mb: int | None) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _agent() -> psutil.Process:
-    """The agent: the process that started the fork server of this rank."""
-    if AGENT_PID not in os.environ:
-        raise InjectedError("kill_agent: this rank has no agent")
-    return psutil.Process(int(os.environ[AGENT_PID]))
+def _open_all(seconds: float) -> threading.Thread:
+    """Opens files until no descriptor is left. Returns a thread that closes them after that time."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    full = threading.Event()
+    held: list[int] = []
+
+    def close() -> None:
+        full.wait()
+        time.sleep(seconds)
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    closer = threading.Thread(target=close, name="raydist-fault", daemon=True)
+    closer.start()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + _FEW, before[1]))
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    full.set()
+    return closer
 
 
-def _kill_node() -> None:
-    above = _agent().parents() if AGENT_PID in os.environ else []
-    raylet = next((p for p in above if p.name() == "raylet"), None)
-    if raylet is None:
-        raise InjectedError("kill_node: no parent process of this rank is a raylet")
-    # All are stopped before any is killed: none starts another one that is not in the list, or reports an exit. The parents of this
-    # process are killed last, and are not stopped. The uppermost is the first of them: the kernel ends all below it.
-    raylet.suspend()
-    parents = [p for p in psutil.Process().parents() if raylet in p.parents()]
-    others: set[psutil.Process] = set()
-    while new := set(raylet.children(recursive=True)) - others - {psutil.Process(), *parents}:
-        others |= new
-        for process in new:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
-    for process in (*others, raylet, *reversed(parents)):
-        with contextlib.suppress(psutil.NoSuchProcess):  # some exit with others
-            process.kill()
-    os.kill(os.getpid(), signal.SIGKILL)
+def _jump(seconds: float) -> None:
+    now = time.time
+    time.time = lambda: now() + seconds
 
 
 def _near(name: str, named: Mapping[str, object]) -> str:
