@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
 from raydist.spec.parts import near_divisors, problem
 
@@ -62,9 +63,12 @@ def check(spec: JobSpec) -> None:
     if plan.sharded and spec.optim.name not in ELEMENTWISE and not whole:  # whole matrices are refused there anyway
         raise problem("optim.name", spec.optim.name, f"is not known to update parts of a parameter with the same bits ({name})",
                       f"take {' or '.join(ELEMENTWISE)}, or parallel.strategy: ddp")  # fmt: skip
+    if train.compile and (parallel.unit > 1 or registry.described("model", spec.model.name, "experts") is not None):
+        raise problem("train.compile", train.compile, f"does not go with {name} on a mesh, or for a model with experts: that the "
+                      "same code is compiled on every rank is shown for others only", "set false")  # fmt: skip
     for field, value, default, why, remedy in (
-        ("train.compile", train.compile, False,
-         "a compiled block's code depends on the shapes that its process has seen before", "set false"),
+        ("train.compile", "blocks" if train.compile is False else train.compile, "blocks",
+         "the code of a whole model contains what its strategy does", "set blocks, or false"),
         ("comm.compress", spec.comm.compress, "none", "what a rank compresses is the sum of its own parts", "set none"),
         ("comm.every", spec.comm.every, None, "replicas that train apart depend on their number", "leave it out"),
         ("precision.reduce", spec.precision.reduce, "fp32", "sums along the tree are in fp32", "set fp32"),

@@ -37,7 +37,8 @@ _KEPT = (
 def prepare(model: nn.Module, spec: TrainSpec, shapes: int = 1) -> None:
     """Applies `train.checkpoint_activations` and `train.compile` to `model`.
 
-    `shapes`: of micro-batches, each of which is compiled for itself; 1: torch's own choice when a second one comes.
+    `shapes`: of micro-batches, each of which is compiled for itself; 1: torch's own choice when a second one comes. With
+    `train.virtual_ranks` each is, too, so that its code does not depend on which shapes this process has seen before.
 
     Raises UserError if one of them works block by block and the model has no blocks.
     """
@@ -55,8 +56,11 @@ def prepare(model: nn.Module, spec: TrainSpec, shapes: int = 1) -> None:
         for block in blocks:
             _replace(block, _recomputed(block.forward, selective=spec.checkpoint_activations == "selective"))
     if spec.compile:
-        if shapes > 1:  # beyond its limit torch runs a function as it is
-            limits = torch._dynamo.config
+        same_bits, limits = spec.virtual_ranks is not None, torch._dynamo.config
+        each = shapes > 1 or same_bits
+        limits.fail_on_recompile_limit_hit = same_bits
+        if each:  # beyond its limit torch runs a function as it is
+            shapes = max(shapes, spec.micro_batch if same_bits else 1)  # the last batch may have fewer sequences
             # Each shape also in evaluation, without gradients.
             limits.recompile_limit = max(limits.recompile_limit, 2 * shapes + 1)
             most = limits.recompile_limit * (len(blocks) + 1)  # of all blocks, which are one function
@@ -66,7 +70,7 @@ def prepare(model: nn.Module, spec: TrainSpec, shapes: int = 1) -> None:
         parts = blocks if head is None else [*blocks, head]
         for module in parts if spec.compile == "blocks" else [model]:
             assert isinstance(module, nn.Module)
-            _replace(module, torch.compile(module.forward, dynamic=False if shapes > 1 else None))
+            _replace(module, torch.compile(module.forward, dynamic=False if each else None))
 
 
 def on_compile(tell: Callable[[bool], None]) -> None:

@@ -210,3 +210,11 @@ def test_stages_change_no_bit(ranks: Any) -> None:
     spec = of_mesh("two stages a rank", "ddp")
     for got in run(ranks, train, 2, spec):
         check(got, reference(spec))
+
+
+def test_compiled_blocks(ranks: Any) -> None:
+    """Ranks that have seen other shapes, in another order, compile the same code for each: two ranks have the bits of three."""
+    spec = made("zero3", 3, 2, {**ODD, "layers": 1}, train={"compile": "blocks"})
+    expected = run(ranks, train, 2, spec.model_copy(update={"parallel": job("ddp").parallel}))[0]
+    for got in run(ranks, train, 3, spec):
+        check(got, expected)

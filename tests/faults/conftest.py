@@ -16,13 +16,14 @@ __all__ = ["exact", "nothing_left", "project", "undisturbed", "write"]
 
 STEPS = 60
 GPT = ["--set", "model.name=gpt", "--set", "recovery.max_failures=-1"]
-LONG = [*GPT, "--set", f"train.steps={STEPS}", "--set", "checkpoint.keep=100"]
+LONG = [*GPT, "--set", f"train.steps={STEPS}", "--set", "checkpoint.keep=100", "--set", "train.virtual_ranks=4"]
 
 
 @pytest.fixture(scope="session")
 def undisturbed(project: Any) -> dict[str, Any]:
-    """A run of STEPS steps on two ranks without a fault: its records, weights and eval loss."""
-    shown = project.train("no-fault", *LONG, own_model=False)
+    """A run of STEPS steps on one rank without a fault: its records, weights and eval loss. By virtual ranks they are those of a
+    run on two ranks, too."""
+    shown = project.train("no-fault", *LONG, "--set", "cluster.workers=1", own_model=False)
     rows = exact(project.steps("no-fault"))
     assert len(rows) == STEPS
     return {"rows": rows, "weights": project.weights("no-fault", STEPS), "eval_loss": shown["eval_loss"]}

@@ -133,8 +133,12 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
             "optim.name: 'collections:Counter' is not known to update parts of a parameter with the same bits",
         ),
         (
-            "train.virtual_ranks=4 & train.compile=blocks",
-            "train.compile: 'blocks' does not go with train.virtual_ranks",
+            "train.virtual_ranks=4 & train.compile=true",
+            "train.compile: True does not go with train.virtual_ranks: the code of a whole model",
+        ),
+        (
+            "train.virtual_ranks=4 & train.compile=blocks & model.name=mixtral",
+            "train.compile: 'blocks' does not go with train.virtual_ranks on a mesh, or for a model with experts",
         ),
         ("train.virtual_ranks=4 & comm.compress=int8", "comm.compress: 'int8' does not go with train.virtual_ranks"),
         (
