@@ -25,7 +25,7 @@ def in_time(call: Callable[[], object]) -> None:
     """Calls it in a thread. It must return: opening a FIFO waits for its other end, for ever."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(240)
     assert not thread.is_alive(), "it waits for a FIFO"
 
 

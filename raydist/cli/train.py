@@ -57,7 +57,7 @@ def train(
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="How long to wait for nodes to join, while the cluster has too few for the job.",
+            help="How long to wait for the cluster to start, and for nodes to join while it has too few for the job.",
         ),
     ] = 0.0,
     exclude_slow: Annotated[
@@ -79,6 +79,7 @@ def train(
         starting.stage("job")  # before the imports that follow, which take seconds
         from raydist.checkpoint import hub, source
         from raydist.cluster import preflight
+        from raydist.dashboard.announced import link
         from raydist.observe.exporters import resolve
         from raydist.run.lease import DriverLease
         from raydist.spec import load
@@ -103,6 +104,8 @@ def train(
             if message := _already(run, job, dataset.fingerprint, total, until, allow_spec_change):
                 starting.note(message)
             else:
+                if (page := link(run)) is not None:
+                    starting.note(f"raydist: its live page: {page}")
                 _train(
                     job,
                     run,
@@ -224,6 +227,7 @@ def _train(
             working_dir=cwd if job.own_code() else None,
             metrics_port=metrics_port(exporters),
             ranks=True,
+            wait_s=wait_for_nodes,
         ) as session,
     ):
         starting.stage("check")

@@ -1,8 +1,9 @@
 """A private Ray of one node that starts only the processes that a training run uses.
 
 Runs in: the driver. Subclasses Ray's `Node`, on which `ray.init()` and `ray start` are built: neither can leave out the dashboard,
-the autoscaler's monitor and the log monitor, or start the raylet before they are up. A connected driver takes 0.8 s instead of
-2.5 s, and 2 CPU seconds less (docs/adr/0003). Ray may move `Node` (ray_private.py): tests/cluster/test_session.py runs it.
+the autoscaler's monitor and the log monitor, or start the raylet before they are up. The raylet's agents start when they are asked
+for (ray_agent.py), and its workers are forked from a process that has imported Ray (ray_worker.py). docs/adr/0003 has what each of
+these saves. Ray may move `Node` (ray_private.py): tests/cluster/test_session.py runs it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raydist.cluster import head_monitor
+from raydist.cluster import head_monitor, ray_agent, ray_worker
 from raydist.cluster.ray_private import (
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     METRICS_AGENT_PORT_NAME,
@@ -29,6 +31,7 @@ from raydist.cluster.ray_private import (
     RayParams,
     ResourceIsolationConfig,
     persist_port,
+    services,
 )
 
 _REGISTER_S = 30.0
@@ -53,7 +56,11 @@ class _Head(Node):
         persist_port(
             self._session_dir, self._node_id, RUNTIME_ENV_AGENT_PORT_NAME, self._ray_params.runtime_env_agent_port
         )
-        super().start_raylet(*args, **kwargs)
+        agents = {"--runtime_env_agent_command=": self._ray_params.runtime_env_agent_port}
+        if not self.metrics:
+            agents["--dashboard_agent_command="] = 0
+        with _on_demand(self._node_ip_address, agents):
+            super().start_raylet(*args, **kwargs)
         # Node.__init__ then checks whether the node has registered; if not, it checks again only after a second.
         client = self.get_gcs_client()
         deadline = time.monotonic() + _REGISTER_S
@@ -63,6 +70,27 @@ class _Head(Node):
 
 class _MeasuredHead(_Head):
     metrics = True
+
+
+@contextlib.contextmanager
+def _on_demand(host: str, agents: Mapping[str, int]) -> Iterator[None]:
+    """Within the block a raylet is started with ray_agent.py in place of its agents. `agents`: the raylet's option with the agent's
+    command -> the agent's port."""
+    start = services.start_ray_process
+
+    def starting(command: list[str], *args: Any, **options: Any) -> Any:
+        for number, text in enumerate(command):
+            for option, port in agents.items():
+                if text.startswith(option):
+                    stand_in = [sys.executable, "-I", "-S", ray_agent.__file__, host, str(port)]
+                    command[number] = f"{option}{subprocess.list2cmdline(stand_in)} {text.removeprefix(option)}"
+        return start(command, *args, **options)
+
+    services.start_ray_process = starting
+    try:
+        yield
+    finally:
+        services.start_ray_process = start
 
 
 @contextlib.contextmanager
@@ -83,6 +111,7 @@ def running(temp_dir: Path, *, object_store_bytes: int, metrics_port: int | None
             metrics_export_port=metrics_port,
             object_store_memory=object_store_bytes,
             temp_dir=str(temp_dir),
+            setup_worker_path=ray_worker.__file__,
             resource_isolation_config=ResourceIsolationConfig(enable_resource_isolation=False),
             _system_config={},
         ),
@@ -131,15 +160,15 @@ def _target(fd: Path) -> str:
         return ""
 
 
-_OF_RAY = re.compile(rb"^ray::|/ray/")
+_OF_RAY = re.compile(rb"^ray::|/ray/|raydist.cluster.ray_worker")
 
 # The same as `_sweep`, in shell. It runs several rounds: a raylet that is still alive replaces each killed worker.
 _CLEANER = """
 read _
 for round in 1 2 3 4 5; do
-  for process in /proc/[0-9]*; do
-    ls -l "$process/fd" 2>/dev/null | grep -qF " -> $1/" && grep -qaE '^ray::|/ray/' "$process/cmdline" &&
-      kill -9 "${process#/proc/}"
+  for line in $(grep -slaE '^ray::|/ray/|raydist.cluster.ray_worker' /proc/[0-9]*/cmdline); do
+    process="${line%/cmdline}"
+    ls -l "$process/fd" 2>/dev/null | grep -qF " -> $1/" && kill -9 "${process#/proc/}"
   done
   sleep 0.1
 done

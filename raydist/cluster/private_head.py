@@ -21,11 +21,14 @@ LOOK_S = 0.25
 GCS_S = 5.0
 MONITOR_S = 10.0
 """How long a monitor may be stopped before it is killed."""
+ZYGOTE = "zygote"
+"""The process from which Ray's workers are forked. If it exits, Ray starts workers as it does by itself."""
 _ACTORS = {"ray::Coordinator": "coordinator", "ray::RunMonitor": "monitor", "ray::WarmMonitor": "monitor"}
 
 
 class PrivateHead:
-    """Looks every LOOK_S, from its construction to `close`. `processes`: name -> pid of children of this process: GCS, raylet."""
+    """Looks every LOOK_S, from its construction to `close`. `processes`: name -> pid of children of this process: GCS, raylet,
+    ZYGOTE."""
 
     def __init__(self, address: str, processes: Mapping[str, int]) -> None:
         self.address, self._processes = address, dict(processes)
@@ -70,11 +73,12 @@ class PrivateHead:
 
     def _look(self, now: float) -> None:
         for name, pid in self._processes.items():
-            if not self._dead and _state(pid) in ("", "Z", "X"):
+            if not self._dead and name != ZYGOTE and _state(pid) in ("", "Z", "X"):
                 self._dead = f"Ray's {name} (process {pid}) has exited{_how(pid)}"
         if self._dead:
             return
-        watched = [*self._processes.items(), *_actors(self._processes["raylet"])]
+        parents = [pid for name, pid in self._processes.items() if name != "GCS"]
+        watched = [*self._processes.items(), *(actor for pid in parents for actor in _actors(pid))]
         stopped = {one for one in watched if _state(one[1]) in ("T", "t")}
         self._stopped = {one: self._stopped.get(one, now) for one in stopped}
         for (name, pid), since in self._stopped.items():
@@ -109,11 +113,11 @@ def _how(pid: int) -> str:
     return ""
 
 
-def _actors(raylet: int) -> list[tuple[str, int]]:
-    """(name, pid) of the raylet's children that are coordinators or monitors."""
+def _actors(parent: int) -> list[tuple[str, int]]:
+    """(name, pid) of the process's children that are coordinators or monitors."""
     found = []
     with suppress(OSError):
-        for pid in Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split():
+        for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
             with suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
                 found += [(name, int(pid)) for mark, name in _ACTORS.items() if line.startswith(mark)]

@@ -56,7 +56,7 @@ NAMES = {
     ),
     "RayParams": PrivateName(
         "ray._private.parameter:RayParams",
-        "the options of Node",
+        "the options of Node; setup_worker_path has workers started by ray_worker.py",
         "ray.init() has no options for the processes to start",
     ),
     "ResourceIsolationConfig": PrivateName(
@@ -80,6 +80,26 @@ NAMES = {
     ),
     "RUNTIME_ENV_AGENT_PORT_NAME": PrivateName(
         "ray._raylet:RUNTIME_ENV_AGENT_PORT_NAME", "a file name for persist_port", "as for persist_port"
+    ),
+    "services": PrivateName(
+        "ray._private.services",
+        "starts the raylet with ray_agent.py in place of its two agents",
+        "no option tells the raylet to start its agents later, or never",
+        ("start_ray_process",),
+    ),
+    # --- cluster/ray_preload.py: a process that has imported Ray, from which workers are forked
+    "actor": PrivateName(
+        "ray.actor",
+        "draws the ids of actor classes elsewhere while modules are imported",
+        "Ray's generator of ids is not safe to use before a fork",
+        ("ActorClassID",),
+    ),
+    "ActorClassID": PrivateName("ray._raylet:ActorClassID", "as for actor", "as for actor", ("from_random", "size")),
+    "WorkerID": PrivateName(
+        "ray._raylet:WorkerID",
+        "checks that forked processes draw different ids",
+        "as for actor",
+        ("from_random", "binary"),
     ),
     # --- cluster/session.py, cluster/authentication.py: the driver's connection
     "Config": PrivateName(

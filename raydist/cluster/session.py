@@ -15,15 +15,16 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-from raydist.cluster import authentication, head_monitor, package, private_head
+from raydist.cluster import authentication, head_monitor, package, private_head, ray_worker
 from raydist.cluster.head_monitor import speaks_grpc
-from raydist.errors import UserError
+from raydist.errors import ClusterUnreachable, UserError
 from raydist.launch.fork_server import start_zygote
 from raydist.private_files import is_private_folder, open_private
 from raydist.run.directory import default_storage
@@ -31,6 +32,8 @@ from raydist.storage import opener
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 _TEMP_PREFIX = "raydist-"
+_AGAIN_S = 1.0
+"""Between two tries to reach a cluster that is starting."""
 _RAYS = "r"
 """Ray's temporary folder in the session's."""
 _LONGEST_BASE = 107 - len("/raydist-12345678/r/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store")
@@ -56,6 +59,8 @@ _DRIVER = {
     # After 60 s without the head Ray would exit this process abruptly; cluster/head_monitor.py watches the head instead.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
 }
+_OF_OTHERS = ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_ID", "RAY_RAYLET_PID")
+"""What this process has where it runs in a job or a worker of another Ray."""
 _LEFT_BY_RAY = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE", "RAY_ADDRESS")
 _TOKEN = secrets.token_hex(32)  # for this process's private Ray: no other user of the host can run code in it
 
@@ -75,7 +80,7 @@ class Session:
     temp_dir: Path
     job_id: str
     processes: Mapping[str, int] = field(default_factory=dict)
-    """Of a private Ray: "GCS" and "raylet" -> pid."""
+    """Of a private Ray: "GCS", "raylet" and "zygote", from which Ray's workers are forked -> pid."""
 
 
 def worker_environment(threads: int = 1) -> dict[str, str]:
@@ -100,6 +105,7 @@ def open_session(
     working_dir: Path | None = None,
     metrics_port: int | None = None,
     ranks: bool = False,
+    wait_s: float = 0.0,
 ) -> Iterator[Session]:
     """Connects this process to Ray for the `with` block. Open it in the main thread, before you install signal handlers.
 
@@ -113,7 +119,7 @@ def open_session(
     `ranks`: whether models will be trained; a private Ray then starts a zygote for the ranks (raydist/launch/zygote.py).
 
     Ray's output goes to files in `log_dir` (driver.log; a private Ray's logs to ray/).
-    Raises UserError within seconds if there is no such cluster.
+    Raises UserError within seconds if there is no such cluster; one that does not answer is asked again for `wait_s` seconds.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     _disable_auto_init()
@@ -126,7 +132,25 @@ def open_session(
         if address == "local":
             yield stack.enter_context(_private(variables, log_dir, metrics_port, env if ranks else None))
         else:
-            yield stack.enter_context(_attached(_find_cluster(address), variables, working_dir))
+            yield stack.enter_context(
+                _within(wait_s, lambda: _attached(_find_cluster(address), variables, working_dir))
+            )
+
+
+@contextlib.contextmanager
+def _within(wait_s: float, attach: Callable[[], contextlib.AbstractContextManager[Session]]) -> Iterator[Session]:
+    """The session of `attach`, which is tried again for so many seconds while the cluster cannot be reached: it is starting."""
+    until = time.monotonic() + wait_s
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                session = stack.enter_context(attach())
+                break
+            except ClusterUnreachable:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(_AGAIN_S)
+        yield session
 
 
 def _disable_auto_init() -> None:
@@ -154,9 +178,12 @@ def _private(
             zygote = start_zygote(own, ranks)  # first, because its imports take longest
             stack.callback(zygote.close)
             variables |= zygote.variables
-        stack.callback(authentication.reread)  # runs after os.environ is restored: back to the earlier mode and token
+        stack.callback(_back_to_earlier_token)  # runs after os.environ is restored
         # An outer cluster's RAY_ADDRESS would take precedence over ours wherever Ray looks for "the" cluster.
-        stack.enter_context(_environment(variables, without=("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")))
+        stack.enter_context(_environment(variables, without=_OF_OTHERS))
+        workers = ray_worker.start_zygote(own, env)
+        stack.callback(workers.close)
+        stack.enter_context(_environment(workers.variables))
         import ray
 
         authentication.reread()
@@ -170,7 +197,14 @@ def _private(
         processes = local_ray.pids(node)
         stack.callback(_leave_private, processes)
         os.environ["RAY_ADDRESS"] = node.address
-        yield replace(_session(context.address_info, private=True, temp=temp), processes=processes)
+        opened = _session(context.address_info, private=True, temp=temp)
+        yield replace(opened, processes={**processes, private_head.ZYGOTE: workers.pid})
+
+
+def _back_to_earlier_token() -> None:
+    """Not where the head is lost: Ray's client is still connected, and one of its threads would print the head's refusal."""
+    if not head_monitor.lost:
+        authentication.reread()
 
 
 def _leave_private(processes: Mapping[str, int]) -> None:
@@ -274,8 +308,8 @@ def _find_cluster(address: str) -> str:
     return found
 
 
-def _unreachable(address: str, why: str) -> UserError:
-    return UserError(
+def _unreachable(address: str, why: str) -> ClusterUnreachable:
+    return ClusterUnreachable(
         f"cannot connect to the Ray cluster at {address}: {why}",
         "check the address, and that the cluster is running: `ray status --address HOST:PORT`",
     )

@@ -1,4 +1,4 @@
-"""A compose file: two containers on one machine, each a node of one Ray cluster, and one with the driver.
+"""A compose file: two containers on one machine, each a node of one Ray cluster; the first one has the driver, too.
 
 Runs anywhere. It is to try a cluster's behaviour, such as the loss of a node (`docker compose kill node`), without one.
 """
@@ -28,7 +28,6 @@ def compose(job: JobSpec, image: str, train: Sequence[str]) -> str:
         "--num-gpus",
         str(gpus),
         "--disable-usage-stats",
-        "--block",
     ]
     common: dict[str, Any] = {
         "image": image,
@@ -43,22 +42,20 @@ def compose(job: JobSpec, image: str, train: Sequence[str]) -> str:
         device = {"driver": "nvidia", "count": gpus, "capabilities": ["gpu"]}
         common["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
     first = ["ray", "start", "--head", "--port", str(_GCS), "--dashboard-host", "0.0.0.0", *start]
-    driver = [
-        "raydist",
-        "train",
-        *train,
-        "--storage",
-        _RUNS,
-        "--address",
-        f"head:{_GCS}",
-        "--wait-for-nodes",
-        str(_JOIN_S),
-    ]
+    where = ["--storage", _RUNS, "--address", f"head:{_GCS}", "--wait-for-nodes", str(_JOIN_S)]
+    # A driver needs a node of Ray on its own host, so it is in the head's container.
+    driver = f"{shlex.join(first)} && exec {shlex.join(['raydist', 'train', *train, *where])}"
+    healthy = {"test": ["CMD", "ray", "health-check", "--address", f"head:{_GCS}"], "interval": "5s", "retries": 24}
+    join = ["ray", "start", "--address", f"head:{_GCS}", *start, "--block"]
     services: dict[str, Mapping[str, Any]] = {
-        "head": common | {"command": first, "hostname": "head", "ports": ["127.0.0.1:8265:8265"]},
-        "node": common | {"command": ["ray", "start", "--address", f"head:{_GCS}", *start], "depends_on": ["head"]},
-        "train": {k: v for k, v in common.items() if k != "deploy"}
-        | {"command": driver, "depends_on": ["head", "node"]},
+        "head": common
+        | {
+            "command": ["sh", "-c", driver],
+            "hostname": "head",
+            "ports": ["127.0.0.1:8265:8265"],
+            "healthcheck": healthy,
+        },
+        "node": common | {"command": join, "depends_on": {"head": {"condition": "service_healthy"}}},
     }
     header = (
         f"# Made for: raydist train {shlex.join(train)}\n# A token: echo {_TOKEN}=$(openssl rand -hex 32) >> .env\n"

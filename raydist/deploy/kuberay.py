@@ -37,6 +37,7 @@ from raydist.deploy.kuberay_api import (
     Meta,
     Mount,
     Pod,
+    PodSecurity,
     PodSpec,
     RayJob,
     RayJobSpec,
@@ -53,6 +54,8 @@ from raydist.run.status import LOST_AFTER_S
 from raydist.spec import JobSpec, stored
 
 JOB = "/etc/raydist/job.yaml"
+_USER = 1000
+"""Of deploy/docker/Dockerfile."""
 _HEAD_CPU, _HEAD_MEMORY, _MOST_RETRIES = "2", "8Gi", 10
 _KEY = re.compile(r"([A-Za-z0-9./_-]+)(?:=([^:]*))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
 _REFUSED = re.compile(r"[^a-z0-9-]+")
@@ -174,6 +177,7 @@ def _pod(
         spec=PodSpec(
             containers=[container],
             volumes=volumes,
+            security_context=PodSecurity(fs_group=_USER) if wishes.claims else None,
             node_selector=dict(_pair(text, "--node-selector") for text in wishes.selectors) or None
             if not head
             else None,

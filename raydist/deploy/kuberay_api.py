@@ -151,11 +151,18 @@ class Toleration(Api):
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
 
 
+class PodSecurity(Api):
+    """PodSecurityContext: the group that owns the volumes."""
+
+    fs_group: Annotated[int, Field(ge=1)]
+
+
 class PodSpec(Api):
     """The pod of a node of Ray."""
 
     containers: Annotated[list[Container], Field(min_length=1)]
     volumes: list[Volume]
+    security_context: PodSecurity | None = None
     node_selector: dict[str, str] | None = None
     tolerations: list[Toleration] | None = None
     termination_grace_period_seconds: Annotated[int, Field(ge=1)]

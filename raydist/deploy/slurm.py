@@ -32,6 +32,8 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=$(head -n 1 <<< "$nodes")
 port=$((20000 + SLURM_JOB_ID % 10000))
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+# By default 30 s: all nodes read Python from one file system at the same time.
+export RAY_raylet_start_wait_time_s=150
 RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
 
 # The head's address as another node sees it: on the head itself its name may stand for 127.0.1.1.

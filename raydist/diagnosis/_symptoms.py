@@ -38,7 +38,7 @@ COMMON = {
     ),
     "times": (
         f"{RATIO:g} times the median of its peers",
-        "halfway between report's 1.2 and the slowest fault that is worth a change",
+        "below it a rank of uneven work; a fault that is worth a change is slower",
     ),
     "noise": (
         f"{SIGMAS:g} times the run's own spread of one part",

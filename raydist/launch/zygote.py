@@ -40,7 +40,13 @@ class Zygote:
     """
 
     def __init__(
-        self, address: str, env: Mapping[str, str], defaults: Mapping[str, str], serve: str, preload: Sequence[str]
+        self,
+        address: str,
+        env: Mapping[str, str],
+        defaults: Mapping[str, str],
+        serve: str,
+        preload: Sequence[str],
+        name: str = VARIABLE,
     ) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
@@ -56,7 +62,8 @@ class Zygote:
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # keeps Ctrl-C away until it can ignore it
                 )
-        self.variables = variables(address, env, preload)
+        self.pid = self._process.pid
+        self.variables = variables(address, env, preload, name)
 
     def close(self) -> None:
         """Terminates it at once, even during its imports. Forked servers continue until their agent exits."""
@@ -65,9 +72,9 @@ class Zygote:
         self._ours.close()
 
 
-def variables(address: str, env: Mapping[str, str], preload: Sequence[str]) -> dict[str, str]:
+def variables(address: str, env: Mapping[str, str], preload: Sequence[str], name: str = VARIABLE) -> dict[str, str]:
     """What an agent needs in its environment to find the zygote with that address, `env` and `preload`."""
-    return {VARIABLE: json.dumps({"path": address, "env": dict(env), "preload": list(preload)})}
+    return {name: json.dumps({"path": address, "env": dict(env), "preload": list(preload)})}
 
 
 class Forked:
@@ -87,14 +94,14 @@ class Forked:
                 os.close(pidfd)
 
 
-def fork(end: socket.socket, env: Mapping[str, str], preload: Sequence[str]) -> Forked | None:
+def fork(end: socket.socket, env: Mapping[str, str], preload: Sequence[str], name: str = VARIABLE) -> Forked | None:
     """Requests a server from the zygote, with this socket's end, and with `env` in place of the zygote's. Returns at once.
 
     None if there is no zygote for `preload`, or if the zygote was started with other environment variables than this process,
     because libraries may have read them.
     """
     try:
-        known = json.loads(os.environ[VARIABLE])
+        known = json.loads(os.environ[name])
     except KeyError:
         return None
     if list(preload) != known["preload"] or any(os.environ.get(n) != value for n, value in known["env"].items()):
@@ -116,11 +123,14 @@ def load(preload: Sequence[str]) -> str:
     """Imports the modules that ranks need, so that they share them. Returns the error, or ""."""
     import gc
 
+    gc.disable()  # an import makes no garbage, and searching for it takes a tenth of the time
     try:
         for name in preload:
             importlib.import_module(name)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        gc.enable()
     gc.collect()
     gc.freeze()  # so that the child's garbage collector does not write to shared pages
     return ""

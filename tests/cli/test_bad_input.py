@@ -156,7 +156,7 @@ def run(*words: str, cwd: Path, **streams: Any) -> subprocess.CompletedProcess[s
     """The command in its own process."""
     command = [sys.executable, "-m", "raydist", *words]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": ""}
-    return subprocess.run(command, cwd=cwd, env=environment, text=True, timeout=60, check=False, **streams)
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, timeout=240, check=False, **streams)
 
 
 def test_a_disk_without_room_for_stdout(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        [*command, "schema"], cwd=gone, env=environment, capture_output=True, text=True, timeout=60, check=False
+        [*command, "schema"], cwd=gone, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-2] == "raydist: the working directory no longer exists"

@@ -114,6 +114,8 @@ def test_kuberay(job: Any) -> None:
     assert {volume.name for volume in pod.volumes} == {mount.name for mount in container.volume_mounts}
     (shm,) = [volume.empty_dir for volume in pod.volumes if volume.empty_dir is not None]
     assert shm.size_limit == "200Gi"
+    assert pod.security_context is not None, "the image's user may write to the claim"
+    assert pod.security_context.fs_group == 1000
     assert pod.node_selector == {"pool": "a"}
     assert [(t.key, t.operator, t.value, t.effect) for t in pod.tolerations or []] == [
         ("gpu", "Equal", "yes", "NoSchedule"), ("spot", "Exists", None, None),
@@ -170,16 +172,22 @@ def test_slurm(job: Any, tmp_path: Path) -> None:
 
 
 def test_compose(job: Any) -> None:
-    """Two nodes, and a driver that waits for them; each has the token, the job's folder and the runs."""
+    """Two nodes, the first with a driver that waits for the other one; each has the token, the job's folder and the runs."""
     made = yaml.safe_load(deploy("compose", job(workers=2, cpus_per_worker=1, resources={"gpus": 0})).stdout)
-    assert list(made["services"]) == ["head", "node", "train"]
+    assert list(made["services"]) == ["head", "node"]
     for service in made["services"].values():
         assert "RAY_AUTH_TOKEN" in service["environment"]
         assert service["volumes"] == [".:/work", "./runs:/runs"]
     node = made["services"]["node"]["command"]
     assert node[:4] == ["ray", "start", "--address", "head:6379"]
     assert node[node.index("--num-cpus") + 1] == "1"
-    assert made["services"]["train"]["command"][:3] == ["raydist", "train", "job.yaml"]
+    shell, _, line = made["services"]["head"]["command"]
+    start, _, train = line.partition(" && exec ")
+    assert (shell, start.split()[:3]) == ("sh", ["ray", "start", "--head"])
+    assert train.startswith(
+        "raydist train job.yaml --name my_Job.1 --storage /runs --address head:6379 --wait-for-nodes "
+    )
+    assert "--block" not in start
 
 
 def test_the_section_changes_no_hash() -> None:

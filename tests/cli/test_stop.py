@@ -57,7 +57,7 @@ def driving(folder: RunDir, end: Callable[[], None]) -> threading.Thread:
     lease = DriverLease(folder)
 
     def drive() -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while lease.asked_to_stop() is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -54,7 +54,7 @@ ALWAYS = {".gitignore", ".rayignore", "job.yaml", "own/.gitignore", "own/model.p
 def git(folder: Path, *words: str) -> None:
     """Runs git in `folder`, with a test identity."""
     subprocess.run(
-        ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=b", *words], check=True, timeout=60
+        ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=b", *words], check=True, timeout=240
     )
 
 

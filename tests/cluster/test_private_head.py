@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raydist.cluster.private_head import MONITOR_S, PrivateHead, well
+from raydist.cluster.private_head import MONITOR_S, ZYGOTE, PrivateHead, well
 from raydist.cluster.run.head_outage import ASKED_S, HeadOutage
 from raydist.run.directory import RunDir
 
@@ -28,29 +28,31 @@ for name in sys.argv[1:]:
 
 @pytest.fixture
 def ray() -> Iterator[tuple[PrivateHead, dict[str, int]]]:
-    """A watch whose thread looks at nothing more, and the pids: a GCS, and a raylet with a coordinator and a monitor."""
-    actors = {"coordinator": "ray::Coordinator", "monitor": "ray::RunMonitor.flush"}
+    """A watch whose thread looks at nothing more, and the pids: a GCS, a raylet that has started a coordinator, and a zygote from
+    which a monitor was forked."""
     gcs = subprocess.Popen(["sleep", "600"])
-    raylet = subprocess.Popen(
-        [sys.executable, "-c", RAYLET, *actors.values()], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert raylet.stdout is not None
-    assert raylet.stdin is not None
-    assert raylet.stdout.readline() == b"up\n"
-    children = [int(pid) for pid in Path(f"/proc/{raylet.pid}/task/{raylet.pid}/children").read_text().split()]
-    pids = {"GCS": gcs.pid, "raylet": raylet.pid, **dict(zip(actors, children, strict=True))}
-    for name, pid in zip(actors.values(), children, strict=True):
-        until(lambda pid=pid, name=name: Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name.encode()))  # type: ignore[misc]
-    head = PrivateHead("10.0.0.1:6379", {"GCS": gcs.pid, "raylet": raylet.pid})
+    parents = {}
+    pids = {"GCS": gcs.pid}
+    for parent, actor, title in (
+        ("raylet", "coordinator", "ray::Coordinator"),
+        (ZYGOTE, "monitor", "ray::RunMonitor.flush"),
+    ):
+        process = subprocess.Popen([sys.executable, "-c", RAYLET, title], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        (pid,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        until(lambda pid=pid, title=title: Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title.encode()))  # type: ignore[misc]
+        parents[parent] = process
+        pids |= {parent: process.pid, actor: pid}
+    head = PrivateHead("10.0.0.1:6379", {name: pids[name] for name in ("GCS", *parents)})
     head.close()
     yield head, pids
     for pid in pids.values():
         if well(pid) or Path(f"/proc/{pid}").exists():
             os.kill(pid, signal.SIGKILL)
-    for process in (gcs, raylet):
-        process.wait()
-    raylet.stdin.close()
-    raylet.stdout.close()
+    gcs.wait()
+    for process in parents.values():
+        process.communicate()
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -85,7 +87,15 @@ def test_a_process_that_was_killed(
     )
 
 
-@pytest.mark.parametrize("name", ["GCS", "raylet", "coordinator"])
+def test_the_zygote_is_not_needed(ray: tuple[PrivateHead, dict[str, int]]) -> None:
+    """Without it Ray starts its workers by itself."""
+    head, pids = ray
+    send(pids[ZYGOTE], signal.SIGKILL)
+    head._look(head._well)
+    assert not head.dead
+
+
+@pytest.mark.parametrize("name", ["GCS", "raylet", "coordinator", ZYGOTE])
 def test_a_process_that_is_stopped(ray: tuple[PrivateHead, dict[str, int]], tmp_path: Path, name: str) -> None:
     """It may go on: the run ends after the limit, or soon if the user has asked for its end."""
     head, pids = ray

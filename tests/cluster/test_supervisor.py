@@ -54,7 +54,7 @@ def test_stop_requests_add_up() -> None:
     waiting = threading.Thread(target=stop_request.wait, args=(60.0,))
     waiting.start()
     stop_request.add(signal.SIGTERM)
-    waiting.join(10)
+    waiting.join(240)
     assert not waiting.is_alive()
     stop_request.add(signal.SIGINT, cancel=True)
     stop_request.add(signal.SIGINT)

@@ -99,7 +99,7 @@ def test_the_queue_is_bounded_and_close_ends_it() -> None:
     source = _Counting()
     loader = Loader(source, Batches(10**9, 4, 0, "f"), Cursor(), divide=equal_parts(4), prefetch=3)
     for _ in range(4):
-        assert source.asked.acquire(timeout=30)
+        assert source.asked.acquire(timeout=240)
     # The fifth batch is not started: the thread waits until the queue has room for the fourth.
     assert not source.asked.acquire(timeout=0.2)
     assert source.made == 4
@@ -162,7 +162,7 @@ class _Blocking:
         descriptor = os.open(self.fifo, os.O_WRONLY)
         os.close(descriptor)
         for _ in range(threads):
-            assert self.freed.acquire(timeout=30)
+            assert self.freed.acquire(timeout=240)
 
 
 def test_a_stuck_thread_is_replaced_at_its_cursor(tmp_path: Path) -> None:

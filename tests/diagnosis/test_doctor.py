@@ -331,7 +331,8 @@ def benchmark() -> ModuleType:
 def test_simulated_runs(benchmark: ModuleType) -> None:
     """Scenarios of the benchmark that need GPUs, nodes or storage: the right rule and culprit; healthy ones are told nothing."""
     chosen = ("GPU too hot", "other process on the GPU", "fewer PCIe lanes", "slow loader on one rank", "slow data everywhere",
-              "slow link", "fragmentation", "node's memory fills", "loss scale collapses", "dead experts", "asymmetric collectives",
+              "slow link", "fragmentation", "node's memory fills", "loss scale collapses", "dead experts", "expert imbalance",
+              "a router that is not even", "asymmetric collectives",
               "SIGSTOP bursts", "swap", "very busy host", "very uneven documents")  # fmt: skip
     for scenario in [*benchmark.SCENARIOS, *benchmark.HEALTHY]:
         if scenario.name not in chosen:

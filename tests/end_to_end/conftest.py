@@ -180,7 +180,7 @@ def nothing_left(ranks: Any) -> Iterator[None]:
     ranks.close()
     for warm in Warm.living:
         warm.settle()
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while alive := [name for pid, name in _children().items() if pid not in before | _of_warm_drivers() and name]:
         if all(any(mark in name for mark in OF_THE_WARM_RAY) for name in alive) and Warm.living:
             break

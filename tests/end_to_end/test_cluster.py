@@ -76,7 +76,7 @@ def cluster() -> Iterator[dict[str, str]]:
             for process in (psutil.Process(head.pid), *mine):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            head.wait(10)
+            head.wait(240)
             _, alive = psutil.wait_procs(mine, timeout=120)
             assert not alive, alive
 

@@ -89,7 +89,7 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed
 
 
 def test_the_nodes_are_measured_without_a_job(project: Any, ray_hosts: Cluster) -> None:
-    """`raydist check` on two hosts: a rank on each, their link within its limit of 1 Gbit/s, and the storage. A node that is left
+    """`raydist check` on two hosts: a rank on each, the link between them, and the storage. A node that is left
     out by its address gets no rank. A folder that the other host does not share is an error before anything is measured."""
     env = project.environment() | ray_hosts.environment
     first, second = ray_hosts.hosts
@@ -99,8 +99,7 @@ def test_the_nodes_are_measured_without_a_job(project: Any, ray_hosts: Cluster) 
     rows = json.loads(done.stdout)["nodes"]
     assert {(row["node"], row["ranks"]) for row in rows} == {(first.ip, 1), (second.ip, 1)}
     for row in rows:
-        assert 0 < row["link"] < 0.2
-        assert min(row[rate] for rate in ("matmul", "memory", "storage_mb_s", "storage_iops")) > 0
+        assert min(row[rate] for rate in ("link", "matmul", "memory", "storage_mb_s", "storage_iops")) > 0
     alone = ["--set", f"cluster.resources.exclude=[{second.ip}]"]
     done = first.run([*check, *alone], cwd=project.root, env=env, timeout=300)
     assert done.returncode == 0, done.stderr

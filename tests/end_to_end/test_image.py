@@ -143,7 +143,8 @@ def test_the_image_trains(tmp_path: Path) -> None:
                     user = f"{rest}:{rest}"
         shm = stages[-1] / "dev/shm"
         assert shm.is_dir()
-        version = run(stages[-1], ["raydist", "--version"], user, folder, env)
+        login = env | {"PATH": "/usr/bin:/bin"}
+        version = run(stages[-1], ["bash", "-lc", "raydist --version && ray --version"], user, folder, login)
         assert version.returncode == 0, version.stderr
         model = "model: {layers: 1, width: 16, heads: 2, context: 16}"
         job = f"data: {{source: python-stdlib}}\n{model}\ntrain: {{steps: 2, global_batch: 4}}\n"

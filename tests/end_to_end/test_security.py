@@ -25,7 +25,7 @@ KINDS = {
     "raylet": re.compile(r"/raylet/raylet\b"),
     "zygote": re.compile(r"raydist\.launch\.zygote"),
     "driver": re.compile(r"tests\.end_to_end\.driver"),
-    "ray::": re.compile(r"^ray::|default_worker\.py"),
+    "ray::": re.compile(r"^ray::|default_worker\.py|ray_agent\.py"),
 }
 
 # As another user: tries everything that it finds, and prints what it got.

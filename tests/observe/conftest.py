@@ -47,7 +47,7 @@ def push_until_it_is_back() -> Callable[[Any, list[dict[str, Any]]], None]:
     """push(monitor, records): pushes to a monitor that was killed until Ray has started it again."""
 
     def push(monitor: Any, records: list[dict[str, Any]]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while True:
             try:
                 ray.get(monitor.push.remote(records, []), timeout=30)

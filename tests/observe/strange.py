@@ -41,7 +41,7 @@ class Hangs(BaseExporter):
         SEEN.extend(f"step {row['step']}" for row in rows)
 
     def flush(self) -> None:
-        LET_GO.wait(60)
+        LET_GO.wait(240)
 
 
 class Raises(BaseExporter):

@@ -33,7 +33,7 @@ def _anew() -> Iterator[None]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline, "never came true"
         time.sleep(0.005)

@@ -33,7 +33,7 @@ def monitor(run: RunDir, interval_s: float = 60.0, **options: Any) -> RunMonitor
 
 def until(condition: Callable[[], bool]) -> None:
     """Waits until another thread has made the condition true."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline, "never came true"
         time.sleep(0.01)

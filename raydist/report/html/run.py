@@ -96,7 +96,7 @@ def _percent(share: float | None) -> str:
 
 def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     total = facts["total_steps"]
-    versions = {name: version for name, version in facts["versions"].items() if name != "report"}
+    versions = {name: version for name, version in facts["versions"].items() if name != "report" and version}
     ran = text.span(facts["wall_seconds"]) if facts["wall_seconds"] else "-"
     found = [
         ("steps", f"{facts['steps']:,}", f"of {total:,}" if total else ""),

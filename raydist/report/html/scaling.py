@@ -29,7 +29,17 @@ def render(found: Mapping[str, Any]) -> bytes:
 
     def chart(title: str, series: list[Series], unit: str, log: bool = False) -> Any:
         about = f"{title.lower()} over the number of GPUs"
-        return lines.chart(title, series, unit=unit, about=about, log=log, x_name="GPUs", x_form=_gpus)
+        return lines.chart(
+            title,
+            series,
+            unit=unit,
+            about=about,
+            log=log,
+            x_name="GPUs",
+            x_form=_gpus,
+            x_tick_form=_gpus,
+            x_ticks=list(x),
+        )
 
     drawn = [
         chart(

@@ -43,7 +43,7 @@ class Place:
         return cell in self.written
 
     def write(self, row: Row) -> None:
-        assert self.gate.wait(30)
+        assert self.gate.wait(240)
         if row.cell in self.bad:
             raise ValueError("no such row\nand more")
         self.writes.append(row.cell)
@@ -128,7 +128,7 @@ def test_a_place_that_refuses_costs_nobody_anything(book: Any) -> None:
     away.refuse = ConnectionError("refused")
     made, log, told = book(away, there)
     finish(log, "a")
-    assert away.refused.wait(30)
+    assert away.refused.wait(240)
     away.refuse = None
     finish(log, "b")
     made.close()

@@ -62,7 +62,7 @@ def test_no_report_after_its_end_was_decided(waiting: Any) -> None:
     run.update({"record": {"step": 1, "loss": 3.0}})
     run.end(STOP)
     run.update({"record": {"step": 2, "loss": 2.0}})
-    assert run.join(10)
+    assert run.join(240)
     assert [(report["tokens"], report["done"]) for report, _ in posted] == [(100, False), (200, True)]
     assert posted[0][1], "`end` waits for it"
 
@@ -72,7 +72,7 @@ def test_stopped_while_it_waits(waiting: Any, tmp_path: Path) -> None:
     it."""
     run, log, posted = waiting
     run.end(STOP)
-    assert run.join(10)
+    assert run.join(240)
     log.flush()
     state = fold(SweepDir(tmp_path).events())["cell"]
     assert (state.status, state.cause) == ("stopped", "asha at 100 tokens")

@@ -149,7 +149,7 @@ def test_a_node_is_lost_while_workers_wait(cluster: Cluster) -> None:
     put(pool, two)
     cluster.room = 2
     lost.may_start()
-    assert one.ended.wait(10)
+    assert one.ended.wait(240)
     again = cluster.waits(pool)
     put(pool, lost)
     assert again.result(10) is not None
@@ -166,7 +166,7 @@ def test_it_looks_for_nodes_that_come_back(cluster: Cluster, monkeypatch: pytest
     lost.end()
     put(pool, lost)
     again = cluster.waits(pool)
-    assert all(cluster.looked.acquire(timeout=10) for _ in range(4))
+    assert all(cluster.looked.acquire(timeout=240) for _ in range(4))
     assert not again.done()
     cluster.room = 2
     assert again.result(10) is lost

@@ -166,14 +166,14 @@ def test_storage_that_hangs_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
     def ask() -> int:
         asked.append(threading.current_thread())
-        answer.wait(30)
+        answer.wait(240)
         return 77
 
     space = FreeSpace(ask)
     assert [space.newest() for _ in range(3)] == [None] * 3
     answer.set()
     (thread,) = asked
-    thread.join(30)
+    thread.join(240)
     assert space.newest() == 77
     monkeypatch.setattr(host, "_SPACE_S", 0.0)
     assert space.newest() is None
@@ -184,7 +184,7 @@ def test_free_space_of_a_folder() -> None:
     space = FreeSpace(lambda: shutil.disk_usage(tempfile.gettempdir()).free)
     space.newest()
     assert space._thread is not None
-    space._thread.join(30)
+    space._thread.join(240)
     told = space.newest()
     assert told is not None
     assert 0 < told <= psutil.disk_usage(tempfile.gettempdir()).total

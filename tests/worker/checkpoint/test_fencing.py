@@ -174,7 +174,7 @@ def test_two_drivers_that_begin_the_same_number(tmp_path: Path) -> None:
             assert sorted(words) == ["lost", "won"], number
     finally:
         for process in both:
-            process.communicate(timeout=10)
+            process.communicate(timeout=240)
     assert sorted(RunDir(tmp_path).lineage().begun) == list(range(1, 21))
 
 

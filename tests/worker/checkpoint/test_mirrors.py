@@ -43,7 +43,7 @@ class Kept:
     def until(self, met: Callable[[], bool]) -> None:
         """Waits until an event makes the condition true."""
         with self.said:
-            assert self.said.wait_for(met, timeout=30), self.events
+            assert self.said.wait_for(met, timeout=240), self.events
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [e.data for e in self.events if e.kind == kind]
@@ -115,7 +115,7 @@ def test_nobody_waits_for_one_that_hangs(kit: Any, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(mirrors, "copy", lambda *a: (copying.set(), may_copy.wait(), copy(*a))[2])
     kept = Kept(kit, tmp_path / "a", [str(tmp_path / "second")])
     kept.save(1)
-    assert copying.wait(30)
+    assert copying.wait(240)
     kept.save(2)
     kept.replicas.close(0.05)
     (failed,) = kept.of("replica_failed")
@@ -126,7 +126,7 @@ def test_nobody_waits_for_one_that_hangs(kit: Any, tmp_path: Path, monkeypatch: 
     again.replicas.close(60)
     assert replica_of(kept.run, str(tmp_path / "second")).committed() == [1, 2]
     may_copy.set()
-    assert kept.replicas._copiers[0].over.wait(30)
+    assert kept.replicas._copiers[0].over.wait(240)
 
 
 def test_what_was_being_copied_goes_at_the_end(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_what_was_being_copied_goes_at_the_end(kit: Any, tmp_path: Path, monkeyp
     monkeypatch.setattr(mirrors, "_blocks", lambda *a: (copying.set(), may_copy.wait(), blocks(*a))[2])
     kept = Kept(kit, tmp_path / "a", [str(tmp_path / "second")], keep=1)
     kept.save(1)
-    assert copying.wait(30)
+    assert copying.wait(240)
     kept.save(2)
     assert kept.run.committed() == [1, 2]
     may_copy.set()

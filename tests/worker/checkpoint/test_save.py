@@ -93,7 +93,7 @@ def test_one_in_flight(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     one.save(1)
     second = threading.Thread(target=one.save, args=(2,))
     second.start()
-    assert writing.acquire(timeout=10)
+    assert writing.acquire(timeout=240)
     assert not writing.acquire(timeout=0.05), "one is being written, and one only"
     may_write.set()
     second.join()

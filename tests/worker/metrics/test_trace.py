@@ -57,7 +57,7 @@ class Gate(Heartbeat):
     def step(self, number: int) -> None:
         self._step = number
         if number == 3 and self._known is not None:
-            assert self._known.wait(60)
+            assert self._known.wait(240)
         super().step(number)
 
     def enter(self, phase: str) -> None:

@@ -604,7 +604,7 @@ def test_closed_in_every_way(way: str, tmp_path: Path) -> None:
     assert torch.equal(kept, wanted)
     del kept
     for thread in threads:
-        thread.join(30)
+        thread.join(240)
     assert not open_files(tmp_path)
 
 
