@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install quickstart tools test test-whole test-image fuzz lint format docs site bench clean
+.PHONY: install quickstart tools test test-whole test-image fuzz soak lint format docs site bench clean
 
 install: $(VENV)/.run
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -52,6 +52,11 @@ test-image: $(VENV)/.test
 N ?= 500
 fuzz: $(VENV)/.test
 	RAYDIST_FUZZ=$(N) $(PYTEST) tests/cli/test_fuzz.py
+
+# Twice 20 minutes of training with a fault a minute: memory, descriptors and threads of the processes stay flat (benchmarks/soak.py).
+SOAK ?= --minutes 20 --runs 2
+soak: $(VENV)/.test
+	$(BIN)/python benchmarks/soak.py $(SOAK)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -7,6 +7,8 @@ their automatic interval; on this machine, or with `--hosts` on a cluster of fou
 three of which two have a rank. There, nodes are also killed and drained (and return at once), and the network of one node is
 cut for a while. The same run without faults comes first.
 
+A killed process of a private Ray ends the driver with exit code 3; the same command is run again.
+
 Checked: every fault that was asked for has happened; every step has exactly one row, whose samples, loss and norm equal those of
 the undisturbed run, bit for bit; the weights of the last checkpoint have the same bytes; no process, namespace, port, or file in
 /dev/shm or /tmp is left. Printed: goodput (the time of the steps that counted, divided by the whole time) and each incident. A
@@ -219,7 +221,7 @@ class Net:
         return int((last_word(self.watched) or {"step": 0})["step"])
 
 
-OF_RAY = re.compile(r"Ray's (?:GCS|raylet|coordinator|head)\b|coordinator")
+OF_RAY = re.compile(r"Ray's (?:GCS|raylet|coordinator|head)\b|the cluster no longer answers")
 """In the cause of a run that has ended with exit code 3 because a process of Ray was killed: the same command resumes it."""
 
 

@@ -120,7 +120,16 @@ def read_segments(run: RunDir) -> list[Segment]:
             if any(rows[column].null_count for column in FIELDS if column not in NULLABLE):
                 raise ValueError("a value is missing")
             found.append(Segment(number, int(head["attempt"]), int(head["after_step"]), rows))
-        except (pa.ArrowException, KeyError, TypeError, ValueError, OverflowError, FileNotFoundError) as error:
+        except StorageError:
+            raise
+        except (
+            pa.ArrowException,
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            OSError,
+        ) as error:  # OSError: a damaged page
             raise StorageError(
                 f"cannot read {run.uri}/{name}: {error}", "move the file away to continue without its steps"
             ) from error

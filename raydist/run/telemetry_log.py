@@ -236,12 +236,14 @@ def _read(run: RunDir, segment: _Segment, columns: Sequence[str] | None = None) 
         file = pq.ParquetFile(pa.BufferReader(run.storage.read(segment.path)), pre_buffer=False)
         there = [column for column in wanted if column in file.schema_arrow.names]
         found = file.read(there, use_threads=False)
+        schema = pa.schema([SCHEMA.field(column) for column in wanted])
+        arrays = [found[f.name].cast(f.type) if f.name in there else pa.nulls(found.num_rows, f.type) for f in schema]
+        return pa.Table.from_arrays(arrays, schema=schema)
     except FileNotFoundError:
         return None
-    except (pa.ArrowException, KeyError) as error:
+    except StorageError:
+        raise
+    except (pa.ArrowException, KeyError, ValueError, OSError) as error:  # pyarrow raises OSError for a damaged page
         raise StorageError(
             f"cannot read {run.uri}/{segment.path}: {error}", "move the file away to continue without its rows"
         ) from error
-    schema = pa.schema([SCHEMA.field(column) for column in wanted])
-    arrays = [found[f.name].cast(f.type) if f.name in there else pa.nulls(found.num_rows, f.type) for f in schema]
-    return pa.Table.from_arrays(arrays, schema=schema)

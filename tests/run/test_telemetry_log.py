@@ -153,6 +153,15 @@ def test_a_damaged_segment_is_named(tmp_path: Path) -> None:
     Path(run.uri, SAMPLES, names(run)[0]).write_bytes(b"no parquet")
     with pytest.raises(StorageError, match=r"raw-000000000\.parquet"):
         read_samples(run)
+    run = RunDir(tmp_path / "pages")
+    log = TelemetryLog(run)
+    log.add([row(1.0)])
+    log.flush()
+    path = tmp_path / "pages" / SAMPLES / names(run)[0]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 60 + whole[64:])  # the header of a page, for which pyarrow raises an OSError
+    with pytest.raises(StorageError, match=r"cannot read .*raw-000000000\.parquet"):
+        read_samples(run)
 
 
 def test_counters_say_so() -> None:
