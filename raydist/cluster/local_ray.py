@@ -32,10 +32,15 @@ from raydist.cluster.ray_private import (
     ResourceIsolationConfig,
     persist_port,
     services,
+    utils,
 )
 
 _REGISTER_S = 30.0
 _NOT_SERVED = -1  # what Ray's minimal install writes for a port without a listener
+
+
+_RUNTIME_ENV_AGENT, _DASHBOARD_AGENT = "--runtime_env_agent_command=", "--dashboard_agent_command="
+"""The raylet's options with the commands of its agents."""
 
 
 class _Head(Node):
@@ -56,9 +61,9 @@ class _Head(Node):
         persist_port(
             self._session_dir, self._node_id, RUNTIME_ENV_AGENT_PORT_NAME, self._ray_params.runtime_env_agent_port
         )
-        agents = {"--runtime_env_agent_command=": self._ray_params.runtime_env_agent_port}
+        agents = {_RUNTIME_ENV_AGENT: self._ray_params.runtime_env_agent_port}
         if not self.metrics:
-            agents["--dashboard_agent_command="] = 0
+            agents[_DASHBOARD_AGENT] = 0
         with _on_demand(self._node_ip_address, agents):
             super().start_raylet(*args, **kwargs)
         # Node.__init__ then checks whether the node has registered; if not, it checks again only after a second.
@@ -76,7 +81,7 @@ class _MeasuredHead(_Head):
 def _on_demand(host: str, agents: Mapping[str, int]) -> Iterator[None]:
     """Within the block a raylet is started with ray_agent.py in place of its agents. `agents`: the raylet's option with the agent's
     command -> the agent's port."""
-    start = services.start_ray_process
+    start, dependency_error = services.start_ray_process, utils.get_dashboard_dependency_error
 
     def starting(command: list[str], *args: Any, **options: Any) -> Any:
         for number, text in enumerate(command):
@@ -87,10 +92,13 @@ def _on_demand(host: str, agents: Mapping[str, int]) -> Iterator[None]:
         return start(command, *args, **options)
 
     services.start_ray_process = starting
+    if _DASHBOARD_AGENT in agents:
+        # To choose an option of the dashboard's agent, it would import what the dashboard needs: 0.3 s of CPU time.
+        utils.get_dashboard_dependency_error = lambda: None
     try:
         yield
     finally:
-        services.start_ray_process = start
+        services.start_ray_process, utils.get_dashboard_dependency_error = start, dependency_error
 
 
 @contextlib.contextmanager
