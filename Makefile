@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install quickstart tools test test-whole fuzz lint format docs site bench clean
+.PHONY: install quickstart tools test test-whole test-image fuzz lint format docs site bench clean
 
 install: $(VENV)/.run
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -43,6 +43,10 @@ test: $(VENV)/.test $(if $(PYTEST_ARGS),,tools)
 # Of these only the whole command: on a private Ray, on clusters, on several hosts, under every fault. One file at a time.
 test-whole: $(VENV)/.test
 	$(PYTEST) tests/end_to_end tests/faults $(PYTEST_ARGS)
+
+# The commands of deploy/docker/Dockerfile in a fresh Debian: minutes, as root, with debootstrap.
+test-image: $(VENV)/.test
+	RAYDIST_IMAGE=1 $(PYTEST) tests/end_to_end/test_image.py $(PYTEST_ARGS)
 
 # N changes of each kind of file that commands read (tests/cli/test_fuzz.py); `make test` makes a few.
 N ?= 500

@@ -26,6 +26,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -89,10 +90,27 @@ KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.StuckData(rank=rank, step=step),
     lambda rank, step: faults.SlowData(rank=rank, step=step, seconds=0.5),
     lambda rank, step: faults.SlowRank(rank=rank, step=step, seconds=0.1, steps=3),
+    lambda rank, step: faults.StaleStorage(rank=rank, step=step, seconds=0.5),
+    lambda rank, step: faults.UnmountedStorage(rank=rank, step=step, seconds=0.5),
+    lambda rank, step: faults.HangingStorage(rank=rank, step=step, seconds=5.0),
+    lambda rank, step: faults.NoDescriptors(rank=rank, step=step, seconds=0.5),
+    lambda rank, step: faults.ClockJump(rank=rank, step=step, seconds=3600.0 if step % 2 else -3600.0),
+    lambda rank, step: faults.SuspendProcess(rank=rank, step=step, process="agent", seconds=5.0),
+    lambda rank, step: faults.SuspendProcess(rank=rank, step=step, process="agent", seconds=20.0),
     lambda rank, step: faults.KillAgent(rank=rank, step=step),
     lambda rank, step: faults.KillMonitor(step=step),
     lambda rank, step: faults.KillDriver(step=step),
     lambda rank, step: faults.FlipBit(rank=rank, step=step),
+]
+OF_A_PRIVATE_RAY: list[Callable[[int, int], Fault]] = [
+    *(
+        lambda rank, step, process=process: faults.SuspendProcess(rank=rank, step=step, process=process, seconds=5.0)
+        for process in ("monitor", "coordinator", "raylet", "gcs")
+    ),
+    *(
+        lambda rank, step, process=process: faults.KillProcess(rank=rank, step=step, process=process)
+        for process in ("coordinator", "raylet", "gcs")
+    ),
 ]
 OF_NODES: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.KillNode(rank=rank, step=step),
@@ -201,15 +219,20 @@ class Net:
         return int((last_word(self.watched) or {"step": 0})["step"])
 
 
+OF_RAY = re.compile(r"Ray's (?:GCS|raylet|coordinator|head)\b|coordinator")
+"""In the cause of a run that has ended with exit code 3 because a process of Ray was killed: the same command resumes it."""
+
+
 def train(place: Here | Net, folder: Path, name: str, steps: int, *options: str) -> float:
-    """Trains to the end, restarting the command if necessary; returns seconds."""
+    """Trains to the end, restarting the command if the driver or a process of its Ray was killed; returns seconds."""
     command = [RAYDIST, "train", "job.yaml", "--name", name, "--storage", str(folder), "--address", place.address]
     begun = time.monotonic()
     while True:
         code, told = place.run([*command, "--set", f"train.steps={steps}", *options], folder)
         if code == 0:
             return time.monotonic() - begun
-        if code not in (-9, 137):
+        ended = read_events(RunDir(folder / name))[-1].data.get("cause", "") if code == 3 else ""
+        if code not in (-9, 137) and not OF_RAY.search(ended or ""):
             sys.exit(f"{name} ended with {code}:\n{told[-3000:]}")
 
 
@@ -297,6 +320,7 @@ def main() -> None:
         (folder / "job.yaml").write_text(yaml.safe_dump(job))
         workers = int(job["cluster"]["workers"])
         here = [kind for kind in KINDS if kind(0, 10).fault != "flip_bit"] if options.mesh else KINDS
+        here = here if options.hosts else [*here, *OF_A_PRIVATE_RAY]
         place = Net() if options.hosts else Here()
         train(place, folder, "warm", 60)
         pace = sorted(read_steps(RunDir(folder / "warm"))["seconds"].to_pylist())[30]

@@ -126,6 +126,7 @@ def simulate(run: Run, hook: Hook) -> Iterator[tuple[list[Any], list[Any], list[
                 t["gc_seconds"] += one["gc"]
                 t["major_faults_count"] += one["faults"]
                 t["stopped_count"] += one["stopped"]
+                t["held_seconds"] += one["held"]
                 t["alloc_retries_count"] += one["retries"]
                 t["all_reduce_count"] += one.get("messages", 20)
                 t["all_reduce_bytes"] += one.get("bytes", 80 << 20)
@@ -261,6 +262,7 @@ def stopped(run: Run, r: int, one: dict[str, float]) -> None:
     more = _slower(run, r, one)
     one["compute"] += more
     one["stopped"] = float(run.rng.poisson(more))
+    one["held"] = 0.9 * more
 
 
 def swapping(run: Run, r: int, one: dict[str, float]) -> None:
@@ -356,6 +358,8 @@ def _loads(run: Run) -> dict[str, Any]:
     loads = run.rng.multinomial(4096, run.rng.dirichlet(np.full(16, 20.0)))
     if run.on and run.text.get("kills"):
         loads[[3, 7]] = 0
+    if run.on and run.text.get("prefers"):  # the experts of the second of four ranks
+        loads[4:8] = loads[4:8] * (2 + 4 * run.size)
     return {
         "step": run.step,
         "imbalance": 1.5,
@@ -536,6 +540,14 @@ SCENARIOS = [
         text=lambda run: {"loads": _loads, "kills": True},
         step_s=(0.1, 0.5),
     ),
+    Scenario(
+        "expert imbalance",
+        ("expert_imbalance",),
+        "parameter",
+        quiet,
+        text=lambda run: {"loads": _loads, "prefers": True},
+        step_s=(0.1, 0.5),
+    ),
     Scenario("asymmetric collectives", ("stopped",), "rank", quiet, text=lambda run: {"event": _hang}),
 ]
 HEALTHY = [
@@ -581,7 +593,7 @@ def play(scenario: Scenario, seed: int, wide: bool) -> Score:
     run.text = scenario.text(run)
     run.loss_hook = scenario.loss
     spec = {"optim": {"lr": 1e-3, "schedule": {"warmup": 0.1}}, "train": {"global_batch": 64, "steps": 10**6},
-            "parallel": {"pipeline": 1}, "observe": {"grad_noise": 10}, "comm": {"compress": None},
+            "parallel": {"pipeline": 1, "expert": 4}, "observe": {"grad_noise": 10}, "comm": {"compress": None},
             "data": {"prefetch": 2}}  # fmt: skip
     diagnosis = Diagnosis(spec=spec)
     false: list[str] = []

@@ -1,15 +1,17 @@
-"""Makes the two images of README: `python docs/screenshots.py`, from a real run of about a minute in which a rank is killed.
+"""Makes the images of README and docs: `python docs/screenshots.py`, from a real run of about a minute in which a rank is killed.
 
-docs/images/report.png is the top of the page that `raydist report` writes, as Chromium shows it. docs/images/recovery.svg is what
-`raydist train` printed around the fault, drawn by rich. The folder of the run is ~, and this machine's address is 10.0.0.1.
-Needs chromium.
+docs/images/report.png is the top of the page that `raydist report` writes, as Chromium shows it; dashboard.png and
+dashboard-phone.png that of `raydist dashboard`, on a wide screen and on a phone. docs/images/recovery.svg is what `raydist train`
+printed around the fault, drawn by rich. The folder of the run is ~, and this machine's address is 10.0.0.1. Needs chromium.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,9 +21,14 @@ import walk
 from rich.console import Console
 from rich.text import Text
 
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.report.html.chromium import Chromium
+
 IMAGES = Path(__file__).parent / "images"
 MOST_BYTES = 200_000
 WIDTH, HEIGHT = 1200, 1000
+WIDE, PHONE = (1400, 1000), (400, 900)
+"""Sizes of the images of the dashboard."""
 COLUMNS = 120
 BEFORE, AFTER = 5, 12
 """Lines of the output that are shown before and after the fault."""
@@ -53,7 +60,10 @@ def main() -> None:
         draw(around(walk.shown(printed, home, most=None).split("\n")), IMAGES / "recovery.svg")
         page = home / "report.html"
         page.write_text(page.read_text(encoding="utf-8").replace(str(home), "~"), encoding="utf-8")
-        photograph(page, home / "profile", IMAGES / "report.png")
+        with Chromium(made(home / "profile"), online=True) as browser:
+            browser.open(page, WIDTH, HEIGHT)
+            photograph(browser, IMAGES / "report.png")
+            dashboard(browser, home)
     for image in sorted(IMAGES.iterdir()):
         size = image.stat().st_size
         print(f"{image}: {size:,} bytes")
@@ -88,11 +98,35 @@ def draw(lines: list[str], image: Path) -> None:
     image.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL), encoding="utf-8")
 
 
-def photograph(page: Path, profile: Path, image: Path) -> None:
-    """The top of a page, as Chromium shows it."""
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
-    options += [f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={image.resolve()}", page.as_uri()]
-    subprocess.run(["chromium", *options], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def dashboard(browser: Chromium, home: Path) -> None:
+    """The page of the run as the server of `raydist dashboard` shows it."""
+    command = [sys.executable, "-m", "raydist", "dashboard", "runs", "--port", "0"]
+    server = subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert server.stdout is not None
+    try:
+        address = server.stdout.readline().strip()
+        browser.open(address)
+        browser.until("location.search === ''")
+        for (width, height), name in ((WIDE, "dashboard.png"), (PHONE, "dashboard-phone.png")):
+            browser.open(address.partition("/?")[0] + "/run/0/survivor?smooth=20", width, height)
+            browser.until("!document.getElementById('doctor').innerText.includes('being examined')")
+            browser.value("document.querySelector('.path').textContent = '~/runs/survivor'")
+            photograph(browser, IMAGES / name)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait()
+        server.stdout.close()
+
+
+def photograph(browser: Chromium, image: Path) -> None:
+    """The top of the open page."""
+    image.write_bytes(base64.b64decode(browser.page("Page.captureScreenshot")["data"]))
+
+
+def made(folder: Path) -> Path:
+    """The folder, which is created."""
+    folder.mkdir()
+    return folder
 
 
 if __name__ == "__main__":

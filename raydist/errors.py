@@ -10,7 +10,7 @@ Runs anywhere. Imports nothing of raydist except what removes secrets and contro
     │   ├── ExtensionNotFound         no model, strategy, ... of that name (also a LookupError)
     │   ├── RunNotFound               no run of that name or in that folder (also a LookupError)
     │   ├── PreflightError            the cluster cannot run this job
-    │   └── ClusterUnreachable        no Jobs API answers at that address; it may answer later
+    │   └── ClusterUnreachable        no Ray cluster answers at that address; it may answer later
     ├── StorageError (OSError)        3: storage refused a read or a write
     ├── CheckpointError               3
     │   ├── CheckpointCorrupt         a file is missing or truncated, or its hash differs from the manifest
@@ -93,7 +93,7 @@ class PreflightError(UserError):
 
 
 class ClusterUnreachable(UserError):
-    """No Jobs API of Ray answers at that address; it may answer later."""
+    """No Ray cluster, or no Jobs API, answers at that address; it may answer later."""
 
 
 class StorageError(RaydistError, OSError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from raydist.checkpoint import manifest
+from raydist.launch.replay import tensors
 from raydist.run.directory import RunDir
 
 EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
@@ -19,14 +19,4 @@ def exact(rows: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
 
 def weights(run: RunDir, step: int) -> dict[str, bytes]:
     """Every tensor of a checkpoint as bytes: model and optimizer state, without random states."""
-    found = manifest.read(run, step)
-    tensors = {}
-    for tensor, entry in found.tensors.items():
-        if tensor.startswith(("model/", "optim/")):
-            parts = []
-            for chunk in sorted(entry.chunks, key=lambda c: c.offsets):
-                with run.storage.open(manifest.path(step, chunk.file)) as source:
-                    source.seek(chunk.start)
-                    parts.append(source.read(chunk.length))
-            tensors[tensor] = b"".join(parts)
-    return tensors
+    return {name: whole.tobytes() for name, whole in tensors(run, step)}

@@ -48,6 +48,8 @@ LEAN = {
     "RAY_worker_niceness": "0",
     # By default a node starts one process a CPU at a time: here a run's actors and workers would wait for one another.
     "RAY_worker_maximum_startup_concurrency": "4",
+    # On a busy machine a raylet needs longer than 30 s, after which `ray start` fails.
+    "RAY_raylet_start_wait_time_s": "150",
 }
 """Settings of Ray's processes that make a cluster start sooner, and need less CPU time."""
 
@@ -445,7 +447,7 @@ class Cluster:
             f"--num-cpus={self._cpus if cpus is None else cpus}", "--object-store-memory=100000000", "--disable-usage-stats",
             "--include-log-monitor=false", "--no-monitor",  # a second of CPU time each: nothing reads the logs, or adds nodes
         ]  # fmt: skip
-        done = host.run(command, env=self._env, timeout=120)
+        done = host.run(command, env=self._env, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -18,7 +18,7 @@ LAYERS = [
     {"observe"},
     {"diagnosis"},
     {"bench"},
-    {"planner"},
+    {"planner", "deploy"},
     {"launch"},
     {"worker"},
     {"ipc"},

@@ -65,7 +65,10 @@ def verify(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="With --replay: workers, on this machine; default: 1, or 2 if 1 trained them."),
+        typer.Option(
+            min=1,
+            help="With --replay: workers, on this machine; default: those of one replica, or of two if one trained them.",
+        ),
     ] = None,
     trust: options.Trust = False,
     storage: options.Storage = None,

@@ -20,11 +20,13 @@ from raydist import __version__, registry
 from raydist.api.parent import Parent
 from raydist.cli import (
     bench,
+    check,
     checkpoint,
     convert,
     crash,
     dashboard,
     data,
+    deploy,
     doctor,
     evaluate,
     faults,
@@ -76,11 +78,13 @@ sample.register(app)
 evaluate.register(app)
 schema.register(app)
 plan.register(app)
+check.register(app)
 faults.register(app)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(convert.app, name="convert")
 app.add_typer(bench.app, name="bench")
+app.add_typer(deploy.app, name="deploy")
 app.add_typer(sweep.app, name="sweep")
 
 
@@ -177,7 +181,7 @@ def _command(arguments: list[str]) -> str:
 def _started(arguments: list[str] | None) -> bool:
     """Whether the command may have started something that storage has then stopped."""
     words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not word.startswith("-")]
-    return words[:1] in (["train"], ["submit"], ["bench"]) or (
+    return words[:1] in (["train"], ["submit"], ["bench"], ["check"]) or (
         words[:1] == ["sweep"] and words[1:2] not in (["results"], ["best"], ["report"])
     )
 

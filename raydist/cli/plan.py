@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from raydist.cli import speed
+from raydist.cli.scaling import scaled
 from raydist.errors import UsageError
+from raydist.planner.scaling import Assumed
 from raydist.planner.vocabulary import vocabulary
 
 if TYPE_CHECKING:
@@ -78,12 +80,27 @@ def plan(
             help="The five best meshes: tensor x pipeline x chunks x strategy x micro-batch, by forecast speed.",
         ),
     ] = False,
+    scaling: Annotated[
+        bool,
+        typer.Option("--scaling", help="The job's forecast on 8 to 1,024 GPUs, and where the rest of the time goes."),
+    ] = False,
+    weak: Annotated[bool, typer.Option("--weak", help="--scaling: the global batch grows with the GPUs.")] = False,
+    jitter: Annotated[
+        float, typer.Option(min=0, max=1, help="--scaling: deviation of a rank's time for a step, over its mean.")
+    ] = 0.01,
+    mtbf: Annotated[float, typer.Option(min=1, help="--scaling: hours between two failures of one GPU.")] = 50_000.0,
+    restart: Annotated[float, typer.Option(min=0, help="--scaling: seconds from a failure to the next step.")] = 60.0,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="--scaling: write a page to this file.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Estimate a job's memory per device and its speed under every strategy; say which fit, and which to use."""
     from raydist.planner.facts import Machine
     from raydist.spec import load
 
+    if (weak or out is not None) and not scaling:
+        raise UsageError("--weak and -o go with --scaling", "add --scaling")
     job = load(spec, [*(overrides or []), *([f"cluster.workers={gpus}"] if gpus else [])])
     size = parse_size(memory) if memory else None
     chosen = speed.named(gpu) if gpu else None
@@ -102,18 +119,27 @@ def plan(
         if not isinstance(hardware, str):
             hardware = hardware.but(efficiency, in_node, between_nodes)
         model = planner.model()
-        if search:
+        if scaling:
+            assumed = Assumed(jitter, mtbf, restart)
+            result = scaled(str(spec), job, machine, model, hardware, planner, assumed, weak=weak)
+        elif search:
             result = searched(str(spec), job, machine, because, model, hardware, planner)
         else:
             advice = advise(job, machine, model, planner.measure)
             result = tell(str(spec), job, machine, because, model, planner.attention, advice)
             speed.add(result, job, machine, model, hardware, planner)
+    if out is not None:
+        from raydist.report.html.scaling import render
+
+        out.write_bytes(render(result))
     if as_json:
         print(json.dumps(result))
         return
     from raydist.report import plan as shown
 
-    (shown.show_search if search else shown.show)(result)
+    (shown.show_scaling if scaling else shown.show_search if search else shown.show)(result)
+    if out is not None:
+        print(f"page: {out}")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from raydist.run.directory import LOGS, SPEC, RunDir, check_name, default_storag
 from raydist.storage import Storage
 
 if TYPE_CHECKING:
+    from raydist.cluster.session import Session
     from raydist.data.dataset import TokenDataset
     from raydist.faults import Fault
     from raydist.report.starting import Starting
@@ -51,6 +52,20 @@ def train(
     ] = False,
     faults: options.Faults = None,
     wait_for_driver: options.WaitForDriver = 0.0,
+    wait_for_nodes: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="How long to wait for the cluster to start, and for nodes to join while it has too few for the job.",
+        ),
+    ] = 0.0,
+    exclude_slow: Annotated[
+        bool,
+        typer.Option(
+            "--exclude-slow", help="Measure the nodes first, as `raydist check` does, and leave out the slow ones."
+        ),
+    ] = False,
     as_json: options.LastJson = False,
 ) -> None:
     """Train a job to its end. The same command again resumes it."""
@@ -100,6 +115,8 @@ def train(
                     exporters,
                     lease,
                     starting,
+                    wait_for_nodes,
+                    exclude_slow,
                 )
     from raydist.report.summary import show
 
@@ -182,6 +199,8 @@ def _train(
     exporters: list[dict[str, Any]],
     lease: DriverLease,
     starting: Starting,
+    wait_for_nodes: float,
+    exclude_slow: bool,
 ) -> None:
     place = where(address)
     starting.stage("ray", None if place == "local" else "connecting to Ray")
@@ -205,10 +224,14 @@ def _train(
             working_dir=cwd if job.own_code() else None,
             metrics_port=metrics_port(exporters),
             ranks=True,
+            wait_s=wait_for_nodes,
         ) as session,
     ):
         starting.stage("check")
+        session = preflight.joined(job, session, wait_for_nodes) if wait_for_nodes else session
         preflight.check(job, session, run.full_uri, dataset)
+        if exclude_slow and not session.private:
+            job = _without_slow(job, session, run, starting)
         gpus = preflight.gpus_per_worker(job, session.resources)
         starting.stage("workers")
         request = Request(job, run, dataset, gpus, until, allow_spec_change, faults, exporters, starting.seconds)
@@ -218,6 +241,22 @@ def _train(
     if ending.signal is not None:
         print(f"interrupted after step {ending.step}; the same command resumes it", file=sys.stderr)
         raise typer.Exit(130 if ending.signal == signal.SIGINT else 143)
+
+
+def _without_slow(job: JobSpec, session: Session, run: RunDir, starting: Starting) -> JobSpec:
+    """The job without the nodes that are slow now, which are named."""
+    from raydist.cluster.bench import Interrupted
+    from raydist.cluster.check import without_slow
+    from raydist.report.check import said
+
+    starting.note("raydist: measuring the nodes")
+    found = without_slow(job, session, run.full_uri)
+    if isinstance(found, Interrupted):
+        raise typer.Exit(128 + found.signal)
+    left, slow = found
+    for each in slow:
+        starting.note(f"raydist: left out: {said(each)}")
+    return left
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from raydist.errors import UserError
+from raydist.errors import ClusterUnreachable, UserError
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _FILE = ".ray/auth_token"
@@ -67,7 +67,7 @@ def refused(where: str) -> UserError:
 def check_head(address: str) -> None:
     """Asks the head at HOST:PORT whether it accepts the token. Ray's own client would retry for 20 s and give no reason.
 
-    Raises UserError if the head rejects the token, or if no Ray head answers.
+    Raises UserError if the head rejects the token, ClusterUnreachable if no Ray head answers.
     """
     import grpc
 
@@ -81,7 +81,7 @@ def check_head(address: str) -> None:
         if error.code() == grpc.StatusCode.UNAUTHENTICATED:
             raise refused(f"the Ray cluster at {address}") from None
         why = error.details() or error.code().name
-        raise UserError(
+        raise ClusterUnreachable(
             f"cannot connect to the Ray cluster at {address}: {' '.join(why.split())}",
             "check the address: HOST:PORT of the head's GCS, which `ray start --head` prints; its port is 6379 by default",
         ) from None

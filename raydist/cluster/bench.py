@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from raydist.cluster import preflight
+from raydist.cluster import nodes, preflight
 from raydist.cluster.run.fit import AbortHandle, AttemptResult, run_attempt
 from raydist.cluster.run.request import worker_kind
 from raydist.cluster.run.root_cause import Failure
@@ -47,7 +47,8 @@ def run(
     """
     count = job.cluster.most
     asked = job.model_copy(update={"cluster": job.cluster.model_copy(update={"workers": count})})
-    problems = preflight.check_resources(asked, [n["Resources"] for n in ray.nodes() if n["Alive"]])
+    there = preflight.usable_nodes(asked, session)
+    problems = preflight.check_resources(asked, [node["Resources"] for node in there])
     if problems:
         raise PreflightError("\n".join(problems))
     gpus = preflight.gpus_per_worker(asked, session.resources)
@@ -65,6 +66,7 @@ def run(
                 workers=count,
                 kind=worker_kind(job, gpus),
                 abort=abort,
+                avoid=nodes.unusable(job.cluster.resources),
                 spread=spread,
             )
             ended.append(result)

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from raydist.spec.resources import ResourcesSpec
+
 NODE_ID_LABEL = "ray.io/node-id"
 """The label that Ray gives every node, for label selectors."""
 _ANSWER_S = 60.0
@@ -83,6 +85,21 @@ def reserved(placement_group: str) -> dict[str, int]:
 
     facts = placement_group_table(PlacementGroup(PlacementGroupID.from_hex(placement_group)))
     return Counter(facts["bundles_to_node_id"].values()) if facts.get("state") != "REMOVED" else {}
+
+
+def usable(node: Mapping[str, Any], asked: ResourcesSpec) -> bool:
+    """Whether a run may use this node, as `ray.nodes()` lists it: it has the labels, and is not left out by its address."""
+    labels = node.get("Labels") or {}
+    return node["NodeManagerAddress"] not in asked.exclude and asked.labels.items() <= labels.items()
+
+
+def unusable(asked: ResourcesSpec) -> set[str]:
+    """Ids of the nodes that a run may not use."""
+    import ray
+
+    if not asked.labels and not asked.exclude:
+        return set()
+    return {node["NodeID"] for node in ray.nodes() if not usable(node, asked)}
 
 
 def drained() -> set[str]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,14 +20,16 @@ from typing import Any
 
 from raydist.checkpoint import huggingface
 from raydist.checkpoint.memory_layout import SHM
-from raydist.cluster import nodes
+from raydist.cluster import node_facts, nodes
 from raydist.cluster.session import Session
 from raydist.errors import PreflightError, RaydistError, UserError
+from raydist.run.lease import SKEW_S
 from raydist.spec import JobSpec, lora
 from raydist.storage import Storage
 from raydist.worker.optim.offload import swap_space
 
 _NODE_TIMEOUT_S = 60.0
+_LOOK_S = 1.0
 _VERSIONS = ("raydist", "torch", "ray", "pyarrow")
 
 
@@ -110,27 +115,85 @@ def check_resources(spec: JobSpec, resources: Sequence[Mapping[str, float]]) -> 
     return [f"the job asks for {asked}, the cluster has {available}: {fits} would fit; {remedy}, or add nodes"]
 
 
-def check(spec: JobSpec, session: Session, run_uri: str, dataset: str) -> None:
-    """Raises PreflightError with all problems: resources; on each node versions, storage, data and modules.
+def joined(spec: JobSpec, session: Session, wait_s: float) -> Session:
+    """The session once the cluster has enough nodes for the job, or after `wait_s` seconds, with its present resources."""
+    import ray
 
-    A node that has just died is not counted, though Ray may still list it for a while.
+    until = time.monotonic() + wait_s
+    while (
+        check_resources(spec, [node["Resources"] for node in usable_nodes(spec, session)]) and time.monotonic() < until
+    ):
+        time.sleep(_LOOK_S)
+    return replace(session, resources={k: float(v) for k, v in ray.cluster_resources().items()})
+
+
+def check(
+    spec: JobSpec, session: Session, run_uri: str, dataset: str | None, *, measure: bool = False
+) -> dict[str, Any]:
+    """Raises PreflightError with all problems: resources; on each node versions, storage, data and modules, and what it lacks of
+    `cluster.resources`. Returns what each node has, by its address: see `node_facts.look`.
+
+    A node that has just died is not counted, though Ray may still list it for a while. `dataset`: None: none is needed.
+    `measure`: also the speed of the storage, which is otherwise measured only if `cluster.resources` says what it must be.
     """
+    alive = _alive(session)
+    usable = usable_nodes(spec, session, alive)
+    problems = check_labels(spec, alive) or check_resources(spec, [node["Resources"] for node in usable])
+    problems += check_precision(spec, gpus_per_worker(spec, session.resources))
+    asked = spec.cluster.resources
+    measure = measure or asked.storage_mb_s is not None or asked.storage_iops is not None
+    # A private Ray runs on this host only, where the driver has already read the spec and the data and written to storage.
+    if session.private:
+        has = {
+            session.node_ip: node_facts.look(session.node_ip, spec.offload.path) | (_speed(run_uri) if measure else {})
+        }
+        problems += check_offload(spec.offload.path) + check_copies(spec.snapshot_every)
+        problems += node_facts.lacks(asked, has[session.node_ip])
+    else:
+        has, found = _check_nodes(spec, usable, run_uri, dataset, measure)
+        problems += found
+    if problems:
+        raise PreflightError("\n".join(problems))
+    return has
+
+
+def _alive(session: Session) -> list[dict[str, Any]]:
     import ray
 
     gone = set() if session.private else nodes.unreachable()
-    alive = [n for n in ray.nodes() if n["Alive"] and n["NodeID"] not in gone]
-    problems = check_resources(spec, [n["Resources"] for n in alive])
-    problems += check_precision(spec, gpus_per_worker(spec, session.resources))
-    # A private Ray runs on this host only, where the driver has already read the spec and the data and written to storage.
-    if session.private:
-        problems += check_offload(spec.offload.path) + check_copies(spec.snapshot_every)
-    else:
-        problems += _check_nodes(spec, alive, run_uri, dataset)
-    if problems:
-        raise PreflightError("\n".join(problems))
+    return [n for n in ray.nodes() if n["Alive"] and n["NodeID"] not in gone]
 
 
-def _check_nodes(spec: JobSpec, alive: Sequence[Mapping[str, Any]], run_uri: str, dataset: str) -> list[str]:
+def usable_nodes(
+    spec: JobSpec, session: Session, alive: Sequence[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """The nodes that the job may use, as `ray.nodes()` lists them; of `alive` (default: of all that answer)."""
+    found = _alive(session) if alive is None else alive
+    return [node for node in found if nodes.usable(node, spec.cluster.resources)]
+
+
+def check_labels(spec: JobSpec, alive: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A label of `cluster.resources.labels` that no node has: one line each, with the values that nodes have. Pure."""
+    problems = []
+    for key, value in spec.cluster.resources.labels.items():
+        there = Counter((node.get("Labels") or {}).get(key) for node in alive)
+        if not there[value]:
+            known = ", ".join(f"{key}={each} ({count})" for each, count in there.items() if each is not None)
+            problems.append(
+                f"cluster.resources.labels: {key}={value}: no node has it; the nodes have {known or f'no label {key}'}; "
+                f"correct it, or start nodes with `ray start --labels {key}={value}`"
+            )
+    return problems
+
+
+def _speed(uri: str) -> dict[str, float]:
+    return dict(zip(("storage_mb_s", "storage_iops"), node_facts.storage_speed(uri), strict=True))
+
+
+def _check_nodes(
+    spec: JobSpec, alive: Sequence[Mapping[str, Any]], run_uri: str, dataset: str | None, measure: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """What each node has, and the problems of all."""
     import ray
     from ray.exceptions import GetTimeoutError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -139,14 +202,27 @@ def _check_nodes(spec: JobSpec, alive: Sequence[Mapping[str, Any]], run_uri: str
     storage, mark = Storage(run_uri), f".shared-{uuid.uuid4().hex[:8]}"
     storage.write(mark, b"raydist")
     look = ray.remote(num_cpus=0, max_retries=0)(look_around)
+    begun = time.time()
     pending = {
         n["NodeManagerAddress"]: look.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)
-        ).remote(run_uri, dataset, modules, spec.offload.path, spec.snapshot_every, spec.model.hf, mark)
+        ).remote(
+            run_uri,
+            dataset,
+            modules,
+            spec.offload.path,
+            spec.snapshot_every,
+            spec.model.hf,
+            mark,
+            n["NodeManagerAddress"],
+            measure,
+        )
         for n in alive
     }
     here = versions()
-    problems = []
+    each = {"CPU": spec.cluster.cpus_per_worker, "GPU": gpus_per_worker(spec, _total(alive))}
+    holds = {n["NodeManagerAddress"] for n in alive if nodes.places([n["Resources"]], each)}
+    problems, has = [], {}
     for ip, ref in pending.items():
         try:
             facts = ray.get(ref, timeout=_NODE_TIMEOUT_S)
@@ -162,9 +238,26 @@ def _check_nodes(spec: JobSpec, alive: Sequence[Mapping[str, Any]], run_uri: str
                 problems.append(
                     f"node {ip}: {name} is {there or 'missing'}, the driver's is {here[name]}; install the same"
                 )
+        has[ip] = facts["has"]
+        # A clock is only known to be wrong if it shows a time before the task was sent or after its answer came.
+        clock = has[ip]["clock"]
+        apart = max(begun - clock, clock - time.time())
+        if apart > SKEW_S:
+            facts["problems"].append(
+                f"its clock is {apart:.0f} s {'behind' if clock < begun else 'ahead of'} the driver's; a run's lease allows "
+                f"{SKEW_S:g} s: synchronise the clocks (chrony, ntpd)"
+            )
+        if ip in holds:
+            facts["problems"] += node_facts.lacks(spec.cluster.resources, has[ip])
         problems += [f"node {ip}: {p}" for p in facts["problems"]]
     storage.delete(mark)
-    return problems
+    return has, problems + [
+        f"{line}; install the same" for line in node_facts.odd(has, {"nccl": "NCCL"}) if each["GPU"]
+    ]
+
+
+def _total(alive: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {"GPU": sum(n["Resources"].get("GPU", 0.0) for n in alive)}
 
 
 def versions() -> dict[str, str | None]:
@@ -202,16 +295,19 @@ def check_copies(every: int | str | None) -> list[str]:
 
 def look_around(
     run_uri: str,
-    dataset: str,
+    dataset: str | None,
     modules: Sequence[str],
     offload_path: str | None = None,
     snapshot_every: int | str | None = None,
     weights: str | None = None,
     mark: str | None = None,
+    address: str = "",
+    measure: bool = False,
 ) -> dict[str, Any]:
-    """Runs on one node: its versions, and the problems that a worker would have there. `mark`: a file of the run's folder that the
-    driver has written.
+    """Runs on one node: its versions, what it has, and the problems that a worker would have there. `mark`: a file of the run's
+    folder that the driver has written. `address`: the node's. `measure`: also the speed of the storage.
     """
+    has = node_facts.look(address, offload_path)
     problems = check_offload(offload_path) + check_copies(snapshot_every)
     probe = f".probe-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     try:
@@ -224,10 +320,11 @@ def look_around(
         else:
             storage.write(probe, b"raydist")
             storage.delete(probe)
+            has |= _speed(run_uri) if measure else {}
     except RaydistError as error:
         problems.append(f"{error.message}; use a --storage that every node can write to")
     try:
-        if not Storage(dataset).exists("index.json"):
+        if dataset is not None and not Storage(dataset).exists("index.json"):
             problems.append(f"the dataset {dataset} was not found; put it on storage that every node can read")
     except RaydistError as error:
         problems.append(f"{error.message}; put the dataset on storage that every node can read")
@@ -240,7 +337,7 @@ def look_around(
         for m in modules
         if not _importable(m)
     ]
-    return {"versions": versions(), "problems": problems}
+    return {"versions": versions(), "has": has, "problems": problems}
 
 
 def _importable(module: str) -> bool:

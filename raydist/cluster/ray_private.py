@@ -150,12 +150,12 @@ NAMES = {
     ),
     "GcsClient": PrivateName(
         "ray._raylet:GcsClient",
-        "drains a node, for the injected fault `drain`",
+        "drains a node that is about to be taken away",
         "only the command `ray drain-node` does it",
     ),
     "autoscaler_pb2": PrivateName(
         "ray.core.generated.autoscaler_pb2",
-        "the reason of a drain, for the injected fault `drain`",
+        "the reason of a drain",
         "only the command `ray drain-node` has it",
         ("DrainNodeReason",),
     ),

@@ -15,7 +15,8 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, TextIO
 
 from raydist.cluster import authentication, head_monitor, package, private_head, ray_worker
 from raydist.cluster.head_monitor import speaks_grpc
-from raydist.errors import UserError
+from raydist.errors import ClusterUnreachable, UserError
 from raydist.launch.fork_server import start_zygote
 from raydist.private_files import is_private_folder, open_private
 from raydist.run.directory import default_storage
@@ -31,6 +32,8 @@ from raydist.storage import opener
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 _TEMP_PREFIX = "raydist-"
+_AGAIN_S = 1.0
+"""Between two tries to reach a cluster that is starting."""
 _RAYS = "r"
 """Ray's temporary folder in the session's."""
 _LONGEST_BASE = 107 - len("/raydist-12345678/r/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store")
@@ -102,6 +105,7 @@ def open_session(
     working_dir: Path | None = None,
     metrics_port: int | None = None,
     ranks: bool = False,
+    wait_s: float = 0.0,
 ) -> Iterator[Session]:
     """Connects this process to Ray for the `with` block. Open it in the main thread, before you install signal handlers.
 
@@ -115,7 +119,7 @@ def open_session(
     `ranks`: whether models will be trained; a private Ray then starts a zygote for the ranks (raydist/launch/zygote.py).
 
     Ray's output goes to files in `log_dir` (driver.log; a private Ray's logs to ray/).
-    Raises UserError within seconds if there is no such cluster.
+    Raises UserError within seconds if there is no such cluster; one that does not answer is asked again for `wait_s` seconds.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     _disable_auto_init()
@@ -128,7 +132,25 @@ def open_session(
         if address == "local":
             yield stack.enter_context(_private(variables, log_dir, metrics_port, env if ranks else None))
         else:
-            yield stack.enter_context(_attached(_find_cluster(address), variables, working_dir))
+            yield stack.enter_context(
+                _within(wait_s, lambda: _attached(_find_cluster(address), variables, working_dir))
+            )
+
+
+@contextlib.contextmanager
+def _within(wait_s: float, attach: Callable[[], contextlib.AbstractContextManager[Session]]) -> Iterator[Session]:
+    """The session of `attach`, which is tried again for so many seconds while the cluster cannot be reached: it is starting."""
+    until = time.monotonic() + wait_s
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                session = stack.enter_context(attach())
+                break
+            except ClusterUnreachable:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(_AGAIN_S)
+        yield session
 
 
 def _disable_auto_init() -> None:
@@ -286,8 +308,8 @@ def _find_cluster(address: str) -> str:
     return found
 
 
-def _unreachable(address: str, why: str) -> UserError:
-    return UserError(
+def _unreachable(address: str, why: str) -> ClusterUnreachable:
+    return ClusterUnreachable(
         f"cannot connect to the Ray cluster at {address}: {why}",
         "check the address, and that the cluster is running: `ray status --address HOST:PORT`",
     )

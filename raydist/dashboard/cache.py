@@ -31,14 +31,14 @@ class Made(Generic[T]):
 
 
 class Live(Generic[T]):
-    """A value that `load` makes from storage, and makes again when what `stamp` returns has changed; it is given the former value.
-    If one of them raises, `get` raises it, and the next call tries again.
+    """A value that `load` makes from storage, and makes again when what `stamp` returns has changed; it is given the former value,
+    and the new stamp. If one of them raises, `get` raises it, and the next call tries again.
     """
 
     def __init__(
         self,
         stamp: Callable[[], Any],
-        load: Callable[[T | None], T],
+        load: Callable[[T | None, Any], T],
         clock: Callable[[], float] = time.monotonic,
         used: Callable[[], float] = time.thread_time,
     ) -> None:
@@ -83,7 +83,7 @@ class Live(Generic[T]):
         if self._made is None or stamp != self._seen:
             # The stamp is older than what is read now: a change in between is seen the next time.
             older = self._made
-            made = self._load(older.value if older else None)
+            made = self._load(older.value if older else None, stamp)
             self._made, self._seen = Made(older.version + 1 if older else 1, made), stamp
         now = self._clock()
         self._due = now + max(EVERY_S, (self._used() - used) / SHARE, REST * (now - began))

@@ -27,7 +27,8 @@ border-radius:5px;padding:4px 8px;max-width:100%}
 input[type=number]{width:104px}button{cursor:pointer;padding:4px 14px}
 :focus-visible{outline:2px solid var(--s0);outline-offset:2px}
 .skip{position:absolute;left:-9999px}.skip:focus{left:8px;top:8px;background:var(--sheet);padding:6px 10px;z-index:10}
-td .status{margin-left:0}tr[hidden]{display:none}pre.log{max-height:360px;white-space:pre-wrap;overflow-wrap:anywhere}
+td .status{margin-left:0}tr[hidden]{display:none}svg .zoom{fill:var(--s0);opacity:.25;pointer-events:none}
+pre.log{max-height:360px;white-space:pre-wrap;overflow-wrap:anywhere}
 ul.findings{padding-left:18px;margin:0}ul.findings li{margin-bottom:10px}ul.findings p{margin:0}
 @media (max-width:640px){nav{padding:10px 10px 0}}
 """

@@ -15,7 +15,7 @@ from raydist.dashboard.document import Parts, parts
 from raydist.errors import StorageError
 from raydist.parsing import LINE_BYTES, parse_json
 from raydist.report import summary, text
-from raydist.report.html.page import missing, table
+from raydist.report.html.page import missing, section, table
 from raydist.report.html.run import status
 from raydist.report.html.svg import Child, Markup, tag
 from raydist.run.directory import EVENTS, SPEC, RunDir
@@ -88,7 +88,7 @@ def _sweep(sweep: SweepDir) -> dict[str, Any]:
     }
 
 
-def page(homes: Sequence[Storage], listed: Sequence[list[dict[str, Any]] | StorageError]) -> Parts:
+def page(homes: Sequence[Storage], listed: Sequence[list[dict[str, Any]] | str]) -> Parts:
     """The parts of the page: the heading, and one section for each storage."""
     count = sum(len(one) for one in listed if isinstance(one, list))
     field = tag("label", "show rows with", tag("input", type="search", id="filter", autocomplete="off", size=36))
@@ -98,20 +98,28 @@ def page(homes: Sequence[Storage], listed: Sequence[list[dict[str, Any]] | Stora
         tag("p", f"{count:,} in {len(homes)} storage{'s' if len(homes) > 1 else ''}", class_="path quiet"),
         id="head",
     )
-    sections = {
-        f"storage-{i}": tag("section", tag("h2", home.uri), _listed(i, one), id=f"storage-{i}")
-        for i, (home, one) in enumerate(zip(homes, listed, strict=True))
-    }
+    sections: dict[str, Markup] = {}
+    for i, (home, one) in enumerate(zip(homes, listed, strict=True)):
+        sections |= _sections(i, home.uri, one)
     find = tag("div", tag("form", field, class_="view", role="search"), id="find")
     return parts("Runs and sweeps", {"head": head, "find": find, **sections})
 
 
-def _listed(storage: int, listed: list[dict[str, Any]] | StorageError) -> Markup:
-    if isinstance(listed, StorageError):
-        return missing(str(listed))
-    if not listed:
-        return missing("There is no run and no sweep yet: raydist train JOB.yaml starts one.")
-    return table(_COLUMNS, [_cells(storage, row) for row in listed])
+def _sections(storage: int, uri: str, listed: list[dict[str, Any]] | str) -> dict[str, Markup]:
+    """What runs is a section of its own: only this one is sent again and again."""
+    if isinstance(listed, str) or not listed:
+        words = (
+            listed
+            if isinstance(listed, str)
+            else "There is no run and no sweep yet: raydist train JOB.yaml starts one."
+        )
+        return {f"storage-{storage}": section(uri, missing(words), id=f"storage-{storage}")}
+    made = {}
+    for name, title, running in (("running", f"{uri}: running", True), ("storage", uri, False)):
+        if rows := [row for row in listed if (row["status"] == "running") == running]:
+            id = f"{name}-{storage}"
+            made[id] = section(title, table(_COLUMNS, [_cells(storage, row) for row in rows]), id=id)
+    return made
 
 
 def _cells(storage: int, row: dict[str, Any]) -> tuple[Child, ...]:

@@ -41,13 +41,14 @@
   };
 
   // While values are shown under the pointer, or text is selected, nothing moves.
-  const busy = () => document.hidden || !tip.hidden || !getSelection().isCollapsed;
+  const busy = () => document.hidden || drag || !tip.hidden || !getSelection().isCollapsed;
   const ask = async () => {
     if (busy()) return;
     const address = new URL(location.href);
     address.searchParams.set("since", version);
     const answer = await fetch(address, {headers: {Accept: "application/json"}, cache: "no-store"});
     if (answer.status === 401) return say("This address has expired: open the one that raydist dashboard prints.");
+    if (answer.status === 404) return say("This is no longer in the storage.");
     if (!answer.ok) throw new Error(answer.status);
     const told = await answer.json();
     wait = told.again_s * 1000;
@@ -64,6 +65,46 @@
     setTimeout(turn, wait);
   };
   document.addEventListener("visibilitychange", () => { if (!document.hidden) ask().catch(() => {}); });
+
+  // Dragging over a chart of steps chooses these steps, as the fields of the form do.
+  let drag = null;
+  const place = (event) => {
+    const {svg, chart} = drag, [left, , right] = chart.box, [low, high] = chart.ends;
+    const x = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse()).x;
+    const share = Math.min(Math.max((x - left) / (right - left), 0), 1);
+    return {x: left + share * (right - left), step: Math.round(low + share * (high - low))};
+  };
+  const drop = () => {
+    drag?.mark.remove();
+    drag = null;
+  };
+  main.addEventListener("pointerdown", (event) => {
+    const svg = event.target.closest("svg[data-lines]");
+    if (!svg || event.pointerType !== "mouse" || event.button !== 0 || !document.getElementById("view")) return;
+    const chart = JSON.parse(svg.dataset.lines);
+    if (chart.of !== "step") return;
+    event.preventDefault();  // no text is selected
+    const mark = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    mark.setAttribute("class", "zoom");
+    svg.append(mark);
+    drag = {svg, chart, mark};
+    drag.from = place(event);
+  });
+  document.addEventListener("pointermove", (event) => {
+    if (!drag) return;
+    const [, top, , bottom] = drag.chart.box;
+    drag.mark.setAttribute("d", `M${drag.from.x} ${top}H${place(event).x}V${bottom}H${drag.from.x}z`);
+  });
+  document.addEventListener("pointerup", (event) => {
+    if (!drag) return;
+    const from = drag.from, to = place(event), form = document.getElementById("view");
+    drop();
+    if (Math.abs(to.x - from.x) < 8) return;
+    form.elements.first.value = Math.max(Math.min(from.step, to.step), 1);
+    form.elements.last.value = Math.max(from.step, to.step, 1);
+    form.submit();
+  });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") drop(); });
 
   // The list's filter: rows that contain every word. It is kept in the address, so that it can be sent to others.
   const words = document.getElementById("filter");

@@ -5,7 +5,8 @@ Runs anywhere. Reads the run's folder; must not import torch or ray.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from raydist.printable import printable
 from raydist.report import doctor, run_metrics, text, watch
 from raydist.report.html import run as pages
 from raydist.report.html.curves import View
-from raydist.report.html.page import lines, missing, section, table
+from raydist.report.html.page import folded, lines, missing, section, table
 from raydist.report.html.svg import Markup, tag
 from raydist.report.run_metrics import Report
 from raydist.run.directory import RunDir
@@ -41,6 +42,14 @@ class Seen:
     attempt: int
 
 
+@dataclass(frozen=True)
+class Other:
+    """A run beside it: its steps, and its resolved job."""
+
+    steps: pa.Table
+    spec: str
+
+
 def read(run: RunDir) -> Seen:
     """Reads the run. Raises StorageError."""
     return Seen(
@@ -56,12 +65,10 @@ def examined(run: RunDir) -> dict[str, Any]:
     return doctor.facts(examine(run))
 
 
-def page(
-    run: RunDir, seen: Seen, found: Mapping[str, Any] | None, view: RunView, steps_of: Callable[[str], pa.Table]
-) -> Parts:
-    """The parts of the page. `found`: of `examined`, None if it is not known (yet). `steps_of`: the steps of another run by its
-    name. Raises StorageError, and RunNotFound for a run beside it."""
-    curves = View(view.first, view.last, view.smooth, view.y, {name: steps_of(name) for name in view.beside})
+def page(run: RunDir, seen: Seen, found: Mapping[str, Any] | None, view: RunView, others: Mapping[str, Other]) -> Parts:
+    """The parts of the page. `found`: of `examined`, None if it is not known (yet). `others`: the runs beside it, by name. Raises
+    StorageError."""
+    curves = View(view.first, view.last, view.smooth, view.y, {name: other.steps for name, other in others.items()})
     made = pages.parts(seen.report, curves)
     head, facts = made.pop("head"), seen.report.facts
     running = facts["status"] == "running"
@@ -75,6 +82,7 @@ def page(
         **{name: made.pop(name) for name in ("ranks", "communication", "incidents", "attempts")},
         "checkpoints": section("Checkpoints", _checkpoints(seen.checkpoints), id="checkpoints"),
         "logs": section("Output", _output(run, seen.attempt, view.rank), id="logs"),
+        **({"change": section("Difference of the jobs", _change(seen, others), id="change")} if others else {}),
         **made,
         "files": section("Data", _files(), id="files"),
     }
@@ -97,7 +105,9 @@ def _doctor(found: Mapping[str, Any] | None) -> list[Markup] | Markup:
     """What the rules find in all that was recorded."""
     if found is None:
         return tag("p", "The run is being examined; the findings appear here.")
-    looked = [tag("p", "Looked at: ", "; ".join(found["looked"]), ".", class_="note")] if found["looked"] else []
+    looked = [
+        folded("what was looked at", "\n".join([*found["looked"], *map("cannot tell: {}".format, found["blind"])]))
+    ]
     if not found["findings"]:
         return [tag("p", "Nothing wrong was found."), *looked]
     return [tag("ul", [_finding(one) for one in found["findings"]], class_="findings"), *looked]
@@ -172,6 +182,17 @@ def _output(run: RunDir, attempt: int, rank: int) -> list[Markup] | Markup:
         tag("p", f"The end of what rank {rank} printed in attempt {attempt}."),
         tag("pre", found, class_="log", tabindex="0"),
     ]
+
+
+def _change(seen: Seen, others: Mapping[str, Other]) -> list[Markup]:
+    """The lines of the resolved jobs that differ: `-` in the other run, `+` in this one."""
+    made = []
+    for name, other in others.items():
+        old, new = (text.splitlines() for text in (other.spec, seen.report.spec))
+        lines_of = [*difflib.unified_diff(old, new, name, seen.report.facts["run"], n=1, lineterm="")]
+        words = "\n".join(lines_of) or "The same job."
+        made.append(tag("details", tag("summary", f"from {name}"), tag("pre", words, tabindex="0"), open=True))
+    return made
 
 
 def _files() -> Markup:

@@ -9,23 +9,22 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 
 from raydist.dashboard import list_page, run_page, stamps, sweep_page
 from raydist.dashboard.cache import Live, Made, Shelf
 from raydist.dashboard.document import Parts, problem
-from raydist.dashboard.run_page import Seen
+from raydist.dashboard.run_page import Other, Seen
 from raydist.dashboard.views import RunView
 from raydist.errors import RaydistError, RunNotFound, StorageError
 from raydist.parsing import quoted
-from raydist.run.directory import LONGEST_NAME, RunDir
+from raydist.run.directory import LONGEST_NAME, SPEC, RunDir
 from raydist.run.log import read_steps
 from raydist.run.sweep_directory import RUNS, SweepDir
 from raydist.storage import Storage
 
-T = TypeVar("T")
 _RUNS, _PAGES = 32, 256
 """Runs and drawn pages that are kept in memory."""
 
@@ -69,33 +68,36 @@ class Site:
     def list(self) -> Live[Parts]:
         """The list of all runs and sweeps."""
 
-        def stamp() -> object:
-            return [str(found) if isinstance(found, StorageError) else found for found in map(_stamp, self.homes)]
+        def stamp() -> list[list[dict[str, Any]] | str]:
+            return [_rows(home) for home in self.homes]
 
-        def load() -> Parts:
-            return list_page.page(self.homes, [_tried(list_page.rows, home) for home in self.homes])
+        def make(rows: Any) -> Parts:
+            return list_page.page(self.homes, rows)
 
-        return self._page("list", stamp, load, lambda error: problem("Runs and sweeps", str(error)))
+        return self._page("list", stamp, make, lambda error: problem("Runs and sweeps", str(error)))
 
     def run_page(self, place: Place, view: RunView) -> Live[Parts]:
         """The page of a run in that view."""
         run = RunDir(self.homes[place.storage].at(place.name))
         data = self._seen(place, run)
 
-        def steps_of(name: str) -> pa.Table:
-            return self.steps(self.run(place.storage, name)).get().value
+        def other(name: str) -> Other:
+            beside = self.run(place.storage, name)
+            spec = self.homes[place.storage].read(f"{name}/{SPEC}")
+            return Other(self.steps(beside).get().value, spec.decode(errors="replace"))
 
         def stamp() -> object:
             beside = [self.steps(self.run(place.storage, name)).get().version for name in view.beside]
             found = self._findings(place, run) if _ended(data.get().value) else None
             return data.get().version, beside, found.version if found else 0
 
-        def load() -> Parts:
+        def make(_: Any) -> Parts:
             seen = data.get().value
             found = self._findings(place, run) if _ended(seen) else None
-            return run_page.page(run, seen, found.value if found else None, view, steps_of)
+            others = {name: other(name) for name in view.beside}
+            return run_page.page(run, seen, found.value if found else None, view, others)
 
-        return self._page((place, view), stamp, load, lambda error: run_page.broken(run.name, str(error), view))
+        return self._page((place, view), stamp, make, lambda error: run_page.broken(run.name, str(error), view))
 
     def sweep_page(self, place: Place) -> Live[Parts]:
         """The page of a sweep."""
@@ -103,21 +105,21 @@ class Site:
         return self._page(
             ("sweep", place),
             lambda: stamps.of_sweep(sweep),
-            lambda: sweep_page.page(sweep, place.storage),
+            lambda _: sweep_page.page(sweep, place.storage),
             lambda error: problem(sweep.name, str(error)),
         )
 
     def steps(self, place: Place) -> Live[pa.Table]:
         """The steps of a run."""
         run = RunDir(self.homes[place.storage].at(place.name))
-        return self._steps.live(place, lambda: Live(lambda: stamps.of_run(run), lambda _: read_steps(run)))
+        return self._steps.live(place, lambda: Live(lambda: stamps.of_run(run), lambda *_: read_steps(run)))
 
     def _seen(self, place: Place, run: RunDir) -> Live[Seen]:
-        return self._runs.live(place, lambda: Live(lambda: stamps.of_run(run), lambda _: run_page.read(run)))
+        return self._runs.live(place, lambda: Live(lambda: stamps.of_run(run), lambda *_: run_page.read(run)))
 
     def _findings(self, place: Place, run: RunDir) -> Made[dict[str, Any]] | None:
         """What the doctor found last; it looks again in a thread of its own, which may take long."""
-        live = self._examined.live(place, lambda: Live(lambda: stamps.of_run(run), lambda _: run_page.examined(run)))
+        live = self._examined.live(place, lambda: Live(lambda: stamps.of_run(run), lambda *_: run_page.examined(run)))
 
         def look() -> None:
             with self._one:
@@ -137,10 +139,10 @@ class Site:
         self,
         key: Hashable,
         stamp: Callable[[], object],
-        make: Callable[[], Parts],
+        make: Callable[[Any], Parts],
         broken: Callable[[RaydistError], Parts],
     ) -> Live[Parts]:
-        """A page that says what is wrong as long as storage, or the view, has an error."""
+        """A page that says what is wrong as long as storage, or the view, has an error. `make` is given the stamp."""
 
         def tried() -> object:
             try:
@@ -148,9 +150,9 @@ class Site:
             except RaydistError as error:
                 return str(error)
 
-        def load(older: Parts | None) -> Parts:
+        def load(older: Parts | None, stamp: Any) -> Parts:
             try:
-                made = make()
+                made = make(stamp)
             except RaydistError as error:
                 made = broken(error)
             return made.after(older)
@@ -170,20 +172,16 @@ class Site:
         return Place(storage, name)
 
 
-def _tried(read: Callable[[Storage], T], home: Storage) -> T | StorageError:
-    """What it returns for that storage, or the error: one storage must not hide the others."""
-    try:
-        return read(home)
-    except StorageError as error:
-        return error
-
-
 def _ended(seen: Seen) -> bool:
     return bool(seen.report.facts["status"] != "running")
 
 
-def _stamp(home: Storage) -> Any:
-    return _tried(stamps.of_home, home)
+def _rows(home: Storage) -> list[dict[str, Any]] | str:
+    """Of the list, which are also its stamp: that a run is lost is in no file. An error of one storage does not hide the others."""
+    try:
+        return list_page.rows(home)
+    except StorageError as error:
+        return str(error)
 
 
 def _single(name: str) -> str:

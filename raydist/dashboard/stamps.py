@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from raydist.report import summary
 from raydist.run.directory import CHECKPOINTS, EVENTS, METRICS, SAMPLES, SPEC, STATE, RunDir
+from raydist.run.lease import driven_since
 from raydist.run.status import read_state
 from raydist.run.sweep_directory import EVENTS as SWEEP_EVENTS
-from raydist.run.sweep_directory import SweepDir
+from raydist.run.sweep_directory import RUNS, SweepDir
 from raydist.storage import Storage
 
 
@@ -28,15 +28,12 @@ def of_run(run: RunDir) -> Any:
 
 
 def of_sweep(sweep: SweepDir) -> Any:
-    """Changes with its events and with each of its runs that trains."""
-    cells = sweep.storage.folders("runs")
-    return sweep.storage.files(SWEEP_EVENTS), [_times(sweep.storage, f"runs/{cell}/{STATE}") for cell in cells]
-
-
-def of_home(home: Storage) -> Any:
-    """Changes with the runs and sweeps in it, and with each run's state."""
-    return summary.of_each(
-        home, lambda name: (name, _times(home, f"{name}/{STATE}"), home.files(f"{name}/{SWEEP_EVENTS}"))
+    """Changes with its events, with its driver, and with each of its runs that trains."""
+    cells = sweep.storage.folders(RUNS)
+    return (
+        driven_since(sweep),
+        sweep.storage.files(SWEEP_EVENTS),
+        [_times(sweep.storage, f"{RUNS}/{cell}/{STATE}") for cell in cells],
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlencode
 
 from raydist.errors import UsageError
 from raydist.parsing import quoted
@@ -65,9 +66,15 @@ def form(view: RunView) -> Markup:
         ("beside runs, separated by commas", tag("input", name="with", value=", ".join(view.beside), autocomplete="off")),
         ("output of rank", tag("input", type="number", name="rank", min=0, value=view.rank)),
     ]  # fmt: skip
-    return tag(
-        "form", [tag("label", words, field) for words, field in fields], tag("button", "Show"), class_="view", id="view"
-    )
+    labels = [tag("label", words, field) for words, field in fields]
+    cut = view.first > 1 or view.last is not None
+    whole = tag("a", "all steps", href=f"?{urlencode(_query(view))}") if cut else None
+    return tag("form", labels, tag("button", "Show"), whole, class_="view", id="view")
+
+
+def _query(view: RunView) -> dict[str, str]:
+    """The view's query, of all steps."""
+    return {"smooth": str(view.smooth), "y": view.y, "with": ",".join(view.beside), "rank": str(view.rank)}
 
 
 def _number(query: Mapping[str, str], name: str, default: int, low: int) -> int:

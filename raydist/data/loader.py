@@ -5,6 +5,7 @@ Runs in: each train worker. No torch.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -77,6 +78,7 @@ class Loader:
         self._given = 0
         self._restarts = 0
         self._failure: DataError | None = None
+        self._before = (0.0, 0.0)
         self._prefetcher = self._start()
 
     def _start(self) -> _Prefetcher:
@@ -115,6 +117,11 @@ class Loader:
         step.wait_seconds = time.perf_counter() - begun
         return step
 
+    def spent(self) -> dict[str, float | None]:
+        """Telemetry's columns of the time that its threads took to make batches. Thread-safe."""
+        made, waited = (a + b for a, b in zip(self._before, self._prefetcher.spent, strict=True))
+        return {"loader_seconds": made, "loader_waited_seconds": None if math.isnan(waited) else waited}
+
     def _stalled(self, seconds: float) -> None:
         """Gives up the thread; starts another one, or stores the error for the caller of `next`."""
         at = self._prefetcher.give_up()
@@ -130,6 +137,8 @@ class Loader:
             )
             return
         self._restarts += 1
+        made, waited = self._prefetcher.spent
+        self._before = self._before[0] + made, self._before[1] + waited
         self._prefetcher = self._start()
 
     def close(self) -> None:
@@ -143,6 +152,16 @@ class Loader:
         self.close()
 
 
+def _busy_seconds() -> float:
+    """Time in which this thread ran or was ready to run; NaN if the kernel does not tell."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            ran, ready, _ = file.read().split()
+        return (int(ran) + int(ready)) / 1e9
+    except (OSError, ValueError):
+        return math.nan
+
+
 class _Prefetcher:
     """A thread that iterates over `steps`, and the queue of its results."""
 
@@ -152,12 +171,22 @@ class _Prefetcher:
         self._changed = threading.Condition()
         self._closed = self._ended = self._given_up = False
         self._error: BaseException | None = None
+        self.spent = 0.0, 0.0
+        """Seconds in which batches were made, and those of them in which the thread neither ran nor was ready to run: it waited for
+        storage, a lock or the GIL. NaN if the kernel does not tell."""
         self._thread = threading.Thread(target=self._run, name="raydist-loader", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            for step in self._steps:
+            while True:
+                begun, busy = time.perf_counter(), _busy_seconds()
+                step = next(self._steps, None)
+                if step is None:
+                    return
+                seconds = time.perf_counter() - begun
+                waited = seconds - (_busy_seconds() - busy)
+                self.spent = self.spent[0] + seconds, self.spent[1] + (0.0 if waited < 0 else waited)
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed or len(self._ready) < self._room)
                     if self._closed:

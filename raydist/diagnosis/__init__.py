@@ -26,13 +26,14 @@ from raydist.diagnosis._before import Facts, Former, check_job
 from raydist.diagnosis._engine import Diagnosis, Rule, rules
 from raydist.diagnosis._history import BINS, History, Lows
 from raydist.diagnosis._replay import Examination, examine
-from raydist.diagnosis._symptoms import Candidate, figure, slow_ranks
+from raydist.diagnosis._symptoms import OF_RANKS, Candidate, figure, slow_ranks
 from raydist.diagnosis._tree import thresholds
 from raydist.diagnosis._tree import tree as words_of_tree
 from raydist.diagnosis._window import Window
 
 __all__ = [
     "BINS",
+    "OF_RANKS",
     "Candidate",
     "Diagnosis",
     "Examination",

@@ -167,7 +167,7 @@ def _storage(job: JobSpec, facts: Facts) -> Iterator[Finding]:
             "checkpoint_cost", "warning", "checkpoint.every", "there is no checkpoint before the end",
             "after a failure of all copies in memory the run starts anew", "set checkpoint.every",
         )  # fmt: skip
-    elif former is not None and former.step_s and former.save_s is not None:
+    elif every != "auto" and former is not None and former.step_s and former.save_s is not None:
         gap = every * former.step_s
         stall = (former.stall_s or 0.0) / gap
         if former.save_s > gap or stall > STALL:

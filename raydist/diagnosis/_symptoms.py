@@ -38,7 +38,7 @@ COMMON = {
     ),
     "times": (
         f"{RATIO:g} times the median of its peers",
-        "halfway between report's 1.2 and the slowest fault that is worth a change",
+        "below it a rank of uneven work; a fault that is worth a change is slower",
     ),
     "noise": (
         f"{SIGMAS:g} times the run's own spread of one part",
@@ -46,10 +46,11 @@ COMMON = {
     ),
 }
 """Limits of slow_compute and slow_data -> (value, source)."""
+_HELD = f", or its process was held from outside, or held back by a CPU quota, for {LEAST_LOST:.0%} of the time"
 _SLOW = f"it costs {LEAST_LOST:.0%} of the time, is {RATIO:g} times the median of its peers, steady, and above the run's own noise"
 OF_RANKS = ("slow_compute", "slow_data")
 SYMPTOMS = {
-    "slow_compute": ("a rank computes longer than the ranks with equal work, which wait for it", _SLOW),
+    "slow_compute": ("a rank computes longer than the ranks with equal work, which wait for it", _SLOW + _HELD),
     "slow_data": ("a rank waits for data longer than the others, which wait for it", _SLOW),
     "loss": (
         "the loss jumps, rises, or is not finite",
@@ -73,7 +74,7 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Slow:
     """A rank that its peers wait for. `lost`: share of the time; `times`: how many times as long as the median of its peers it
-    takes; `noise`: the spread in this run. `row`: its row in the series; `peers`: theirs.
+    takes, NaN if that is not known; `noise`: the spread in this run. `row`: its row in the series; `peers`: theirs.
     """
 
     symptom: str
@@ -111,20 +112,25 @@ class Slow:
         """The candidate that names this cause."""
         who = window.culprit(self.rank) | (culprit or {})
         does = "waits for data" if self.symptom == "slow_data" else "computes"
-        figures = {"lost": self.lost, "times": self.times, "explains": explains}
+        slow = self.times >= RATIO
+        figures = {"lost": self.lost, "explains": explains} | ({"times": self.times} if slow else {})
+        what = (
+            f"{does} {self.times:.1f} times as long as the others, which costs"
+            if slow
+            else "is kept from computing for"
+        )
         finding = Finding(
             rule=rule,
             rank=self.rank,
             severity=severity,
-            what=f"rank {self.rank} on {who['host']} {does} {self.times:.1f} times as long as the others, "
-            f"which costs {self.lost:.0%} of the time: {cause}",
+            what=f"rank {self.rank} on {who['host']} {what} {self.lost:.0%} of the time: {cause}",
             figures=figures,
             remedy=remedy,
             symptom=self.symptom,
             cause=cause,
             culprit=who,
             evidence=[
-                figure(f"share of time that others wait for rank {self.rank}", self.lost, _FROM[self.symptom]),
+                figure(f"share of time that rank {self.rank} costs the others", self.lost, _FROM[self.symptom]),
                 *evidence,
             ],
             lost=self.lost,
@@ -152,16 +158,52 @@ def slow_ranks(window: Window, symptom: str) -> list[Slow]:
 
 
 def _slow_ranks(window: Window, symptom: str) -> Iterator[Slow]:
+    found = list(_compared(window, symptom))
+    yield from found
+    if symptom == "slow_compute":
+        known = {slow.rank for slow in found}
+        yield from (slow for slow in _kept(window) if slow.rank not in known)
+
+
+def _kept(window: Window) -> Iterator[Slow]:
+    """Ranks that are named without any noise: those that were held from outside for LEAST_LOST of the time, and those that a CPU
+    quota kept back for that long while they computed longer than their peers."""
+    ranks = window.keys("rank")
+    quota = window.recent("rank", "throttled_seconds")
+    for rows in _stages(window):
+        shares = window.share("compute")[rows]
+        own = np.nan_to_num(shares[:, -RECENT:].mean(axis=1))
+        for i, row in enumerate(rows):
+            peers = np.delete(np.arange(len(rows)), i)
+            usual = float(np.median(own[peers])) if len(peers) else 0.0
+            more = own[i] - usual if len(peers) and not window.long_steps else 0.0
+            others = quota[rows][peers]
+            capped = (
+                float(quota[row] - np.median(others[~np.isnan(others)])) if (~np.isnan(others)).any() else quota[row]
+            )
+            lost = max(float(np.nan_to_num(window.held[row])), min(float(np.nan_to_num(capped)), float(more)))
+            if lost >= LEAST_LOST:
+                times = float(own[i] / max(usual, 0.05)) if own[i] > 0 else float("nan")
+                yield Slow("slow_compute", ranks[row], row, tuple(rows[j] for j in peers), lost, times, 0.0)
+
+
+def _stages(window: Window) -> list[list[int]]:
+    """The rows of the ranks of each pipeline stage, which do equal work."""
+    ranks = window.keys("rank")
+    stages: dict[int, list[int]] = {}
+    for row, rank in enumerate(ranks):
+        stages.setdefault(window.stage(rank, len(ranks)), []).append(row)
+    return list(stages.values())
+
+
+def _compared(window: Window, symptom: str) -> Iterator[Slow]:
     share = window.share("compute" if symptom == "slow_compute" else "data")
     ranks = window.keys("rank")
     if share.shape[1] < RECENT or window.long_steps or (symptom == "slow_compute" and window.single_step):
         return
     delays = window.series("rank", "run_delay_seconds") - np.nan_to_num(window.series("rank", "throttled_seconds"))
     delays = np.clip(np.nan_to_num(delays), 0.0, None)
-    stages: dict[int, list[int]] = {}
-    for row, rank in enumerate(ranks):
-        stages.setdefault(window.stage(rank, len(ranks)), []).append(row)
-    for rows in stages.values():
+    for rows in _stages(window):
         if len(rows) < 2:
             continue
         delay = delays[rows][:, -RECENT:].mean(axis=1)
@@ -207,6 +249,32 @@ def _lower_median(values: Array) -> Array:
     count = (~np.isnan(values)).sum(axis=0)
     middle = known[np.maximum((count - 1) // 2, 0), np.arange(values.shape[1])]
     return np.where(count > 1, middle, np.nan)
+
+
+def measured(
+    window: Window,
+    rule: str,
+    column: str,
+    cause: str,
+    evidence: tuple[str, str],
+    remedy: str,
+    against: str,
+    each: float = 1.0,
+) -> Iterator[Candidate]:
+    """A cause of slow_compute whose time is recorded: the rank's `column` less its peers', a unit being `each` seconds, as a share
+    of the lost time. `cause` and `against` are formatted with {more}; `evidence`: the figure's name and source."""
+    values = window.recent("rank", column)
+    for slow in slow_ranks(window, "slow_compute"):
+        more = max(slow.excess(values), 0.0)
+        yield slow.because(
+            window,
+            rule,
+            cause=cause.format(more=more),
+            explains=each * more / slow.lost,
+            evidence=[figure(evidence[0], float(values[slow.row]), evidence[1])],
+            remedy=remedy,
+            against=against.format(more=more),
+        )
 
 
 def all_wait(window: Window, name: str) -> float:

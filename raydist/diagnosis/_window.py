@@ -299,6 +299,29 @@ class Window:
         """[S] the median of the parts before; NaN if there are fewer than RECENT."""
         return median(self.series(kind, column)[:, :-RECENT], RECENT)
 
+    def gained(self, kind: str, column: str) -> Array:
+        """[S] a total's increase per second over the newest RECENT bins, whatever the length of steps, and also while ranks warm
+        up: for what needs no comparison. NaN if it is not known."""
+        store = self._stores.get(kind)
+        if store is None or column not in store.columns:
+            return np.full(len(self.keys(kind)), np.nan)
+        values = store.cut(column, store.places(np.arange(self._end - RECENT, self._end + 1)))
+        first = values[np.arange(len(values)), np.argmax(~np.isnan(values), axis=1)]
+        return np.asarray(np.maximum(values[:, -1] - first, 0.0) / (RECENT * BIN_S))
+
+    def of_nodes(self, values: Array) -> Array:
+        """[R] what a series [nodes] has for each rank; NaN where its node has no row."""
+        rows = {node: row for row, node in enumerate(self.keys("node"))}
+        places = [rows.get(self.who("rank", rank).get("node")) for rank in self.keys("rank")]
+        return np.array([np.nan if row is None else values[row] for row in places])
+
+    @cached_property
+    def held(self) -> Array:
+        """[R] share of the newest RECENT bins for which each rank's process was held from outside, less the steal of its node; NaN
+        if it is not known."""
+        taken = self.of_nodes(self.gained("node", "steal_seconds") / np.maximum(self.recent("node", "cpu_count"), 1.0))
+        return np.asarray(np.maximum(self.gained("rank", "held_seconds") - np.nan_to_num(taken), 0.0))
+
     @cached_property
     def _exposed(self) -> Array:
         found = self._sum(f"{op}_exposed_seconds" for op in OPS)

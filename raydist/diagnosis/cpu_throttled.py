@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raydist.diagnosis._symptoms import Candidate, figure, slow_ranks
+from raydist.diagnosis._symptoms import Candidate, measured
 from raydist.diagnosis._window import Window
 
 SYMPTOM = "slow_compute"
@@ -19,20 +19,13 @@ THRESHOLDS: dict[str, tuple[str, str]] = {}
 
 def check(window: Window) -> Iterator[Candidate]:
     """The share of the lost time that the group was held."""
-    held = window.recent("rank", "throttled_seconds")
-    for slow in slow_ranks(window, SYMPTOM):
-        more = slow.excess(held)
-        yield slow.because(
-            window,
-            "cpu_throttled",
-            cause=f"its control group was held at its CPU quota for {more:.0%} of the time",
-            explains=more / slow.lost,
-            evidence=[
-                figure(
-                    "throttled seconds in a second", float(held[slow.row]), "node monitor: cpu.stat of the rank's group"
-                )
-            ],
-            remedy="raise the quota of its container (cpu.max; in Kubernetes limits.cpu, or set none), or lower "
-            "cluster.cpus_per_worker to what the quota gives",
-            against=f"its group was held for {more:.1%} of the time more than its peers'",
-        )
+    return measured(
+        window,
+        "cpu_throttled",
+        "throttled_seconds",
+        "its control group was held at its CPU quota for {more:.0%} of the time",
+        ("throttled seconds in a second", "node monitor: cpu.stat of the rank's group"),
+        "raise the quota of its container (cpu.max; in Kubernetes limits.cpu, or set none), or lower "
+        "cluster.cpus_per_worker to what the quota gives",
+        "its group was held for {more:.1%} of the time more than its peers'",
+    )

@@ -48,7 +48,7 @@ def check(window: Window) -> Iterator[Finding]:
         severity="warning",
         what=f"{len(dead[name])} of {count} experts of {name} had no token in the last {EVENTS} records, in {len(dead)} layers",
         figures={"layers": len(dead), "experts": dead[name][:20]},
-        remedy="raise the weight of the router's balancing loss or the update rate of its bias (model.experts), or lower optim.lr",
+        remedy="raise model.options.balance_loss or model.options.bias_rate, or lower optim.lr",
         cause="the router never chooses them",
         culprit={"parameter": name},
         evidence=[figure("experts without a token", float(len(dead[name])), "events: expert_loads")],

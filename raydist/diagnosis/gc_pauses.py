@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raydist.diagnosis._symptoms import Candidate, figure, slow_ranks
+from raydist.diagnosis._symptoms import Candidate, measured
 from raydist.diagnosis._window import Window
 
 SYMPTOM = "slow_compute"
@@ -19,16 +19,13 @@ THRESHOLDS: dict[str, tuple[str, str]] = {}
 
 def check(window: Window) -> Iterator[Candidate]:
     """The share of the lost time in the collector."""
-    collects = window.recent("rank", "gc_seconds")
-    for slow in slow_ranks(window, SYMPTOM):
-        more = max(slow.excess(collects), 0.0)
-        yield slow.because(
-            window,
-            "gc_pauses",
-            cause=f"Python's garbage collector took {more:.0%} of the time",
-            explains=more / slow.lost,
-            evidence=[figure("seconds of collection in a second", float(collects[slow.row]), "rank: gc.callbacks")],
-            remedy="keep fewer objects in the steps of your model and data: arrays instead of lists; gc.freeze() after they are "
-            "built, or gc.set_threshold(100_000, 50, 50)",
-            against=f"its collector took {more:.1%} of the time more than its peers'",
-        )
+    return measured(
+        window,
+        "gc_pauses",
+        "gc_seconds",
+        "Python's garbage collector took {more:.0%} of the time",
+        ("seconds of collection in a second", "rank: gc.callbacks"),
+        "keep fewer objects in the steps of your model and data: arrays instead of lists; gc.freeze() after they are "
+        "built, or gc.set_threshold(100_000, 50, 50)",
+        "its collector took {more:.1%} of the time more than its peers'",
+    )

@@ -17,7 +17,7 @@ from raydist.diagnosis.swapping import FAULT_S
 SYMPTOM = "slow_compute"
 CAUSE = "its own code does more than its peers', or waits"
 LOOKS = "cpu_seconds in the additional time, once the delays that the kernel reports are subtracted"
-COLUMNS = ("cpu_seconds", "run_delay_seconds", "throttled_seconds", "stopped_count", "gc_seconds", "major_faults_count")
+COLUMNS = ("cpu_seconds", "run_delay_seconds", "stopped_count", "gc_seconds", "hooks_seconds", "major_faults_count")
 THRESHOLDS = {"busy": ("0.6", "processor time over the time of computing; a waiting thread uses none")}
 BUSY = 0.6
 WEIGHT = 0.9
@@ -29,13 +29,20 @@ def check(window: Window) -> Iterator[Candidate]:
     cpu = window.recent("rank", "cpu_seconds")
     computes = window.share("compute")[:, -4:].mean(axis=1)
     delay = window.recent("rank", "run_delay_seconds")
+    explained = (
+        ("run_delay_seconds", 1.0),
+        ("gc_seconds", 1.0),
+        ("hooks_seconds", 1.0),
+        ("major_faults_count", FAULT_S),
+    )
+    values = [(window.recent("rank", column), each) for column, each in explained]
+    held = np.where(np.isnan(window.held), window.recent("rank", "stopped_count"), window.held)
     for slow in slow_ranks(window, SYMPTOM):
         busy = float(cpu[slow.row] / max(computes[slow.row], 1e-3))
-        kernel = max(slow.excess(delay), 0.0) + max(slow.excess(window.recent("rank", "gc_seconds")), 0.0)
-        kernel += FAULT_S * max(slow.excess(window.recent("rank", "major_faults_count")), 0.0)
-        stopped = max(slow.excess(window.recent("rank", "stopped_count")), 0.0)
+        kernel = sum(each * max(slow.excess(column), 0.0) for column, each in values)
+        kernel += float(np.nan_to_num(held[slow.row]))
         gpu = "gpu" in window.culprit(slow.rank)
-        rest = max(0.0, 1.0 - (kernel + stopped) / slow.lost)
+        rest = max(0.0, 1.0 - kernel / slow.lost)
         known = not np.isnan(busy) and not np.isnan(delay[slow.row]) and not gpu
         more = busy >= BUSY
         cause = (
@@ -58,5 +65,5 @@ def check(window: Window) -> Iterator[Candidate]:
             ],
             remedy=f"`raydist trace RUN` shows what rank {slow.rank} does in that time; look for hooks and for code that only runs "
             "on some ranks" + ("; compare the tokens of its batches" if more else ""),
-            against=f"the kernel reports delays for {1 - rest:.0%} of the lost time",
+            against=f"other causes are recorded for {1 - rest:.0%} of the lost time",
         )

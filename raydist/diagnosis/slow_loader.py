@@ -14,25 +14,45 @@ from raydist.diagnosis._window import Window
 
 SYMPTOM = "slow_data"
 CAUSE = "its loader is slow"
-LOOKS = "data_seconds of the rank against its peers', with the reads of its node's disks"
-COLUMNS = ("disk_read_bytes", "major_faults_count")
-THRESHOLDS: dict[str, tuple[str, str]] = {}
+LOOKS = "data_seconds of the rank against its peers'; loader_waited_seconds over loader_seconds; the disks of its node"
+COLUMNS = ("disk_read_bytes", "disk_waited_seconds", "loader_seconds", "loader_waited_seconds")
+THRESHOLDS = {"waits": ("0.5 of the loader's time", "whether it computes or waits for most of it")}
+WAITS = 0.5
 
 
 def check(window: Window) -> Iterator[Candidate]:
-    """The rank, with the use of its disks."""
-    reads = window.recent("node", "disk_read_bytes")
-    nodes = window.keys("node")
+    """The rank, whether its loader computes or waits, and the use of its disks."""
+    reads = window.of_nodes(window.recent("node", "disk_read_bytes"))
+    stalls = window.of_nodes(window.recent("node", "disk_waited_seconds"))
+    makes, waited = (window.recent("rank", f"loader_{name}") for name in ("seconds", "waited_seconds"))
     for slow in slow_ranks(window, SYMPTOM):
-        node = window.culprit(slow.rank).get("node")
-        rate = float(reads[nodes.index(node)]) if node in nodes else float("nan")
+        share = float(waited[slow.row] / makes[slow.row]) if makes[slow.row] > 0 else float("nan")
+        rate, stalled = float(reads[slow.row]), float(stalls[slow.row])
+        waits = share >= WAITS
+        if np.isnan(share):
+            cause = "its loader does not deliver in time"
+        elif waits:
+            cause = f"its loader waits for {share:.0%} of its time: for storage, a request or a lock"
+        else:
+            cause = f"its loader computes for {1 - share:.0%} of its time, or waits for a processor"
         disks = "" if np.isnan(rate) else f"; the disks of its node are read at {rate / 2**20:.0f} MiB/s"
+        disks += "" if np.isnan(stalled) else f", and something waits for them for {stalled:.0%} of the time"
         yield slow.because(
             window,
             "slow_loader",
-            cause=f"its loader does not deliver in time{disks}",
+            cause=cause + (disks if waits or np.isnan(share) else ""),
             explains=1.0,
-            evidence=[figure("bytes read from its node's disks a second", rate, "node monitor: /proc/diskstats")],
-            remedy="raise data.prefetch, prepare the data ahead (`raydist data prepare`), or put it on a faster disk of that host",
+            evidence=[
+                figure(
+                    "share of its time in which the loader waits",
+                    share,
+                    "rank: /proc/thread-self/schedstat of the loader",
+                ),
+                figure("bytes read from its node's disks a second", rate, "node monitor: /proc/diskstats"),
+                figure("share of time in which the node waits for a disk", stalled, "node monitor: /proc/pressure/io"),
+            ],
+            remedy="prepare the data ahead (`raydist data prepare`), or raise data.prefetch"
+            if share < WAITS
+            else "put the data on a faster disk of that host, or raise data.prefetch",
             against="",
         )

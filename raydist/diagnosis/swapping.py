@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raydist.diagnosis._symptoms import Candidate, figure, slow_ranks
+from raydist.diagnosis._symptoms import Candidate, measured
 from raydist.diagnosis._window import Window
 
 SYMPTOM = "slow_compute"
@@ -25,16 +25,14 @@ FAULT_S = 1e-3
 
 def check(window: Window) -> Iterator[Candidate]:
     """The share of the lost time that its page faults take."""
-    faults = window.recent("rank", "major_faults_count")
-    for slow in slow_ranks(window, SYMPTOM):
-        more = max(slow.excess(faults), 0.0)
-        yield slow.because(
-            window,
-            "swapping",
-            cause=f"it waits for a disk: {more:.0f} pages a second are read back into its memory",
-            explains=more * FAULT_S / slow.lost,
-            evidence=[figure("major page faults a second", float(faults[slow.row]), "node monitor: /proc/PID/stat")],
-            remedy="free memory on that host (swapoff -a shows what lacks), lower data.prefetch, or use "
-            "parallel.strategy: zero2 or zero3",
-            against=f"it has {more:.1f} major page faults a second more than its peers",
-        )
+    return measured(
+        window,
+        "swapping",
+        "major_faults_count",
+        "it waits for a disk: {more:.0f} pages a second are read back into its memory",
+        ("major page faults a second", "node monitor: /proc/PID/stat"),
+        "free memory on that host (swapoff -a shows what lacks), lower data.prefetch, or use "
+        "parallel.strategy: zero2 or zero3",
+        "it has {more:.1f} major page faults a second more than its peers",
+        FAULT_S,
+    )

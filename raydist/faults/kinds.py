@@ -104,6 +104,39 @@ class Suspend(AtPhase):
     fault: Literal["suspend"] = "suspend"
 
 
+class Pause(AtPhase):
+    """SIGSTOP and SIGCONT from another process, again and again."""
+
+    fault: Literal["pause"] = "pause"
+    seconds: float = Field(0.5, gt=0, description="Duration of each stop.")
+    gap: float = Field(0.5, gt=0, description="Seconds between two stops.")
+    stops: int = Field(20, ge=1, description="Number of stops.")
+
+
+class CpuHog(AtPhase):
+    """Processes that compute on the one processor that the rank is then limited to."""
+
+    fault: Literal["cpu_hog"] = "cpu_hog"
+    seconds: float = Field(30, gt=0, description="Duration.")
+    processes: int = Field(2, ge=1, description="Number of processes.")
+
+
+class CpuQuota(AtPhase):
+    """A CPU quota of a control group for the rank alone. Needs root, and a writable /sys/fs/cgroup."""
+
+    fault: Literal["cpu_quota"] = "cpu_quota"
+    seconds: float = Field(30, gt=0, description="Duration.")
+    cpus: float = Field(0.2, ge=0.01, description="Processors that the rank may use.")
+
+
+class Garbage(AtPhase):
+    """Python's garbage collector runs in each step, with many objects."""
+
+    fault: Literal["garbage"] = "garbage"
+    objects: int = Field(1_000_000, ge=1, description="Objects that are kept.")
+    steps: int = Field(1, ge=1, description="Number of steps.")
+
+
 class HoldGil(AtPhase):
     """Native code that holds Python's GIL: no other thread of the rank runs."""
 
@@ -148,6 +181,40 @@ class KillNode(AtPhase):
     """SIGKILL to the rank's raylet and all its child processes."""
 
     fault: Literal["kill_node"] = "kill_node"
+
+
+class SuspendProcess(AtPhase):
+    """SIGSTOP to another process of the run on the rank's host, and SIGCONT after some seconds."""
+
+    fault: Literal["suspend_process"] = "suspend_process"
+    process: Literal["agent", "monitor", "coordinator", "raylet", "gcs"] = Field(
+        description="agent and raylet: the rank's own; coordinator and monitor: only on the driver's node; gcs: only of a private "
+        "Ray."
+    )
+    seconds: float = Field(5.0, gt=0, description="Duration.")
+
+
+class KillProcess(AtPhase):
+    """SIGKILL to another process of the run on the rank's host."""
+
+    fault: Literal["kill_process"] = "kill_process"
+    process: Literal["coordinator", "raylet", "gcs"] = Field(
+        description="raylet: the rank's own; coordinator: only on the driver's node; gcs: only of a private Ray."
+    )
+
+
+class NoDescriptors(AtPhase):
+    """The rank has no file descriptor left: EMFILE for every file, socket and pipe that it opens."""
+
+    fault: Literal["no_descriptors"] = "no_descriptors"
+    seconds: float = Field(1.0, gt=0, description="Duration.")
+
+
+class ClockJump(AtPhase):
+    """The clock of the rank's process jumps, and stays so until that process ends."""
+
+    fault: Literal["clock_jump"] = "clock_jump"
+    seconds: float = Field(3600.0, description="By how much; negative: backwards.")
 
 
 class BadNumber(InForward):
@@ -198,6 +265,7 @@ class SlowData(OfRank):
 
     fault: Literal["slow_data"] = "slow_data"
     seconds: float = Field(gt=0, description="Delay in seconds.")
+    steps: int = Field(1, ge=1, description="Number of steps.")
 
 
 class StuckData(OfRank):
@@ -237,6 +305,26 @@ class StorageGone(StorageFault):
     """EIO for every operation, including reads."""
 
     fault: Literal["storage_gone"] = "storage_gone"
+
+
+class StaleStorage(StorageFault):
+    """ESTALE for every operation, as from NFS whose server has exported another file system."""
+
+    fault: Literal["stale_storage"] = "stale_storage"
+
+
+class UnmountedStorage(StorageFault):
+    """The run's folder is not there, as below the mount point of a file system that was unmounted."""
+
+    fault: Literal["unmounted_storage"] = "unmounted_storage"
+
+
+class HangingStorage(StorageFault):
+    """Every operation waits until storage answers again, after `seconds`."""
+
+    fault: Literal["hanging_storage"] = "hanging_storage"
+    seconds: float = Field(gt=0, description="Duration from the beginning of the step.")
+    operations: Literal[None] = Field(None, description="Not with this fault.")
 
 
 class SlowStorage(StorageFault):

@@ -50,8 +50,8 @@ class Replay:
 
 
 def replay(run: RunDir, steps: int, start: int | None, workers: int | None, trust: bool = False) -> Replay:
-    """Trains the `steps` after checkpoint `start` again. None: the newest one that so many steps follow; for `workers`: one, or two
-    if one trained them. `trust`: code of one's own that the run's spec names may run.
+    """Trains the `steps` after checkpoint `start` again. None: the newest one that so many steps follow; for `workers`: those of
+    one replica, or of two if one trained them. `trust`: code of one's own that the run's spec names may run.
 
     Raises UsageError where there is no such checkpoint, or the run need not have the same bits; TrainingStopped if a rank fails.
     """
@@ -71,7 +71,8 @@ def replay(run: RunDir, steps: int, start: int | None, workers: int | None, trus
         stored = Path(folder, "job.yaml")
         stored.write_bytes(run.storage.read(SPEC))
         spec = load(stored)
-        size = workers or (1 if before != (1,) else 2)
+        each = _each(spec)
+        size = workers or (each if before != (each,) else 2 * each)
         if not trust:
             _refuse_own_code(spec)
         _refuse(spec, run, before, size)
@@ -86,14 +87,19 @@ def replay(run: RunDir, steps: int, start: int | None, workers: int | None, trus
                 for name in COMPARED
                 if rows[step][name] != found[step][name]
             ]
-            tensors = 0
+            compared = 0
             if at + steps in run.committed():
                 theirs, ours = hashes(run, at + steps), hashes(copy, at + steps)
-                tensors = len(theirs)
+                compared = len(theirs)
                 differences += [
                     f"step {at + steps}: {name} differs" for name in theirs if theirs[name] != ours.get(name)
                 ]
-    return Replay(at + 1, at + steps, before, size, tensors, tuple(differences))
+    return Replay(at + 1, at + steps, before, size, compared, tuple(differences))
+
+
+def _each(spec: JobSpec) -> int:
+    """Workers whose number divides that of a replay: whole replicas of the model, in whole copies of the state."""
+    return math.lcm(spec.parallel.unit, spec.parallel.replica * (spec.parallel.shard or 1))
 
 
 def _refuse_own_code(spec: JobSpec) -> None:
@@ -121,9 +127,14 @@ def _refuse(spec: JobSpec, run: RunDir, before: tuple[int, ...], workers: int) -
             f"{workers}",
             f"--workers {before[0]}" if len(before) == 1 else "replay steps of one number of workers",
         )
-    if count is not None and workers > count:
+    each, most = _each(spec), (count or 0) * spec.parallel.replica
+    if workers % each:
         raise UsageError(
-            f"--workers {workers}: run {run.name} has train.virtual_ranks: {count}", f"take at most {count}"
+            f"--workers {workers}: run {run.name} trains on a multiple of {each} workers (parallel)", f"take {each}"
+        )
+    if count is not None and workers > most:
+        raise UsageError(
+            f"--workers {workers}: run {run.name} has train.virtual_ranks: {count}", f"take at most {most}"
         )
 
 
@@ -192,8 +203,12 @@ def _train(job: Path, copy: RunDir, until: int, workers: int, folder: Path) -> N
 
 def hashes(run: RunDir, step: int) -> dict[str, str]:
     """The hash of each tensor of the model and the optimizer in a checkpoint, whatever the ranks that wrote it."""
+    return {name: xxhash.xxh3_128_hexdigest(whole.data) for name, whole in tensors(run, step)}
+
+
+def tensors(run: RunDir, step: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """The bytes of each of these tensors, whole."""
     found = manifest.read(run, step)
-    made = {}
     for name, entry in found.tensors.items():
         if name.startswith(("model/", "optim/")):
             size = next((chunk.length // math.prod(chunk.sizes) for chunk in entry.chunks if chunk.length), 1)
@@ -203,5 +218,4 @@ def hashes(run: RunDir, step: int) -> dict[str, str]:
                 with run.storage.open(manifest.path(step, chunk.file)) as source:
                     source.seek(chunk.start)
                     whole[at] = np.frombuffer(source.read(chunk.length), dtype=np.uint8).reshape(*chunk.sizes, size)
-            made[name] = xxhash.xxh3_128_hexdigest(whole.data)
-    return made
+            yield name, whole

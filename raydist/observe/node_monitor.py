@@ -29,6 +29,8 @@ _KEPT = 60
 """Readings kept while the monitor does not answer; then the oldest are dropped."""
 _FIRST_S = 30.0
 _CLOSE_S = 2.0
+STOPPED = "Tt"
+"""States of a process that a signal or a debugger has stopped."""
 _ARRIVE_S = 0.5
 
 Row = dict[str, Any]
@@ -103,8 +105,12 @@ class NodeMonitor:
         ]
         for rank, row in living.items():
             new = (row.get("attempt"), row["at"])
-            if self._seen.get(rank) != new:
+            stopped = used[rank].pop("state") in STOPPED
+            if self._seen.get(rank) != new or stopped:
                 self._seen[rank] = new
+                if stopped:  # it cannot write: its newest row again, with the time for which it is late
+                    late = max(who["at"] - row["at"] - self._interval_s, 0.0)
+                    row = {**row, "at": who["at"], "held_seconds": (row.get("held_seconds") or 0.0) + late}
                 values = {
                     name: value for name, value in row.items() if value is not None and name not in mailbox.PRIVATE
                 }
@@ -124,7 +130,7 @@ class NodeMonitor:
         if not row:
             self._stopped.pop(pid, None)
             return row
-        stopped = self._stopped.get(pid, 0) + (row.pop("state") in "Tt")
+        stopped = self._stopped.get(pid, 0) + (row["state"] in STOPPED)
         self._stopped[pid] = stopped
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
             row["throttled_seconds"] = self._quotas.throttled_seconds(pid)

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from raydist.diagnosis import Examination
-from raydist.records import Finding
+from raydist.diagnosis import OF_RANKS, Examination
+from raydist.records import Event, Finding
 from raydist.report import text
 from raydist.run.log import plain
 
@@ -29,6 +29,28 @@ def facts(made: Examination) -> dict[str, Any]:
 def plain_finding(finding: Finding) -> dict[str, Any]:
     """Its fields, without those of an event."""
     return {name: value for name, value in plain(finding.to_dict()).items() if name not in ("v", "state")}
+
+
+def slow_ranks(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Those that the run's monitor has named, in order: rank, rule, what, lost, at, until; None: it lasts."""
+    found: list[dict[str, Any]] = []
+    lasts: dict[Any, dict[str, Any]] = {}
+    for event in events:
+        if event.kind == "attempt_started":
+            for one in lasts.values():
+                one["until"] = event.at
+            lasts.clear()
+        elif event.kind == "finding" and (finding := Finding.from_dict(event.data)).symptom in OF_RANKS:
+            if finding.state == "over":
+                lasts.pop(finding.key, {})["until"] = event.at
+                continue
+            told = {name: getattr(finding, name) for name in ("rank", "rule", "what", "lost")}
+            if finding.key in lasts:
+                lasts[finding.key].update(told)
+            else:
+                lasts[finding.key] = {**told, "at": event.at, "until": None}
+                found.append(lasts[finding.key])
+    return found
 
 
 def show(head: str, shown: Mapping[str, Any], out: Console | None = None) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +17,6 @@ COLUMNS, ROWS = 200, 125
 """Largest size of a grid; with more ranks than rows, ranks share rows."""
 READ = 5
 """Minimum number of readings per column of the slowness map."""
-SLOW = 1.2
-"""A rank is listed if it computes this many times as long as the median, over STRETCH columns or more."""
-STRETCH = 3
-TOLD = 10
 
 Array = NDArray[np.float64]
 
@@ -95,25 +90,6 @@ def slowness(readings: Readings, last_step: int) -> Grid | None:
         values = spent / middle
     values[~np.isfinite(values)] = np.nan
     return _grid(edges, values)
-
-
-def slow(grid: Grid) -> list[dict[str, Any]]:
-    """Ranks that were clearly slower for some time: rank, first_step, last_step, factor; the worst first, at most TOLD."""
-    found: list[dict[str, Any]] = []
-    for rank, values in enumerate(grid.values):
-        over = np.flatnonzero(np.diff(np.concatenate([[0], (np.nan_to_num(values) >= SLOW).astype(int), [0]])))
-        for start, stop in zip(over[::2], over[1::2], strict=True):
-            if stop - start >= min(STRETCH, len(values)):
-                found.append(
-                    {
-                        "rank": rank,
-                        "first_step": int(grid.edges[start]) + 1,
-                        "last_step": int(grid.edges[stop]),
-                        "factor": float(values[start:stop].mean()),
-                    }
-                )
-    weight = {id(one): (one["factor"] - 1) * (one["last_step"] - one["first_step"] + 1) for one in found}
-    return sorted(found, key=lambda one: -weight[id(one)])[:TOLD]
 
 
 def _ranks(readings: Readings) -> int:

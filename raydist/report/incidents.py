@@ -39,13 +39,11 @@ KINDS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-def found(
-    events: Sequence[Event], trained: Mapping[int, int], slow: Sequence[Mapping[str, Any]] = ()
-) -> list[dict[str, Any]]:
+def found(events: Sequence[Event], trained: Mapping[int, int]) -> list[dict[str, Any]]:
     """Incidents ordered by time: at, kind, severity, attempt, step, rank, cause, remedy, then, detail. Unknown values are None.
 
     `trained`: the last step of each attempt, which is the `step` of the failure that ended it. `then`: the reaction and its cost;
-    `detail`: a traceback. `slow`: ranks from raydist.report.heatmap_data.slow, with `at`.
+    `detail`: a traceback.
     """
     incidents: list[dict[str, Any]] = []
     attempt, ended = None, True
@@ -83,13 +81,6 @@ def found(
             ranks = data.get("ranks") or []
             rank = data.get("rank", _rank(ranks[0]) if len(ranks) == 1 else None)
             incidents.append(_one(event.at, kind, attempt, data.get("step"), rank, text.event(event), remedy))
-    for one in slow:
-        cause = (
-            f"its compute time was {one['factor']:.2f} times that of the median rank, "
-            f"steps {one['first_step']:,} to {one['last_step']:,}"
-        )
-        remedy = "check its host: other load, throttled clocks (gpu_throttle), swapped memory"
-        incidents.append(_one(one["at"], "slow rank", one["attempt"], one["first_step"], one["rank"], cause, remedy))
     return sorted(incidents, key=lambda one: float(one["at"]))
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from raydist.report.tables import columns
+
 _COLUMNS = {
     "params": ("parameters", "buffers"),
     "grads": ("gradients",),
@@ -97,6 +99,21 @@ def show_search(found: dict[str, Any], out: Console | None = None) -> None:
         f"a forecast for {by['device']} at {by['efficiency']:.0%} of its peak, whatever the mesh (docs/how-to/plan.md)",
         soft_wrap=True,
     )
+
+
+def show_scaling(found: dict[str, Any], out: Console | None = None) -> None:
+    """Prints the object of `raydist plan --scaling --json`."""
+    from raydist.report.html.scaling import HEADS, rows
+
+    out = out or Console(highlight=False)
+    how = "grows with the GPUs" if found["weak"] else "stays as it is"
+    out.print(f"{found['strategy']} on {found['speed']['device']}, the global batch {how}", style="bold", markup=False)
+    table = columns(*(f"{head}>" for head in HEADS))
+    for row in rows(found):
+        table.add_row(*row)
+    out.print(table)
+    for gpus, reason in found["refused"].items():
+        out.print(f"{gpus} GPUs: {reason}", soft_wrap=True, markup=False)
 
 
 def _reasons(counts: dict[str, int]) -> str:

@@ -18,8 +18,9 @@ from raydist import __version__
 from raydist.checkpoint import manifest
 from raydist.parsing import parse_yaml
 from raydist.records import Event
-from raydist.report import goodput, heatmap_data, incidents, summary
+from raydist.report import doctor, goodput, heatmap_data, incidents, summary
 from raydist.report.goodput import Span
+from raydist.report.gradients_sent import sent
 from raydist.report.heatmap_data import Grid
 from raydist.report.telemetry_reader import COLUMNS, COMM, Readings, gather
 from raydist.run.directory import SPEC, RunDir
@@ -46,7 +47,7 @@ def report(run: RunDir) -> Report:
     """Reads the run's folder. Raises StorageError."""
     made = time.time()
     state, events, segments = read_state(run), read_events(run), read_segments(run)
-    about = summary.show(run)
+    about = summary.told(run, state, events, segments)
     steps = merge(segments)
     text = _spec(run)
     spec = _parsed(text)
@@ -55,7 +56,6 @@ def report(run: RunDir) -> Report:
     ranks = int(max(steps["world_size"].to_numpy(), default=0))
     readings = gather(parts(run, COLUMNS), end - start, ranks)
     slowness = heatmap_data.slowness(readings, about["steps"])
-    slow = [one | _when(readings, one["first_step"]) for one in (heatmap_data.slow(slowness) if slowness else [])]
     divided = goodput.divided(spans, events, segments, readings)
     pace, capacity = about["tokens_per_second"], next((e.data for e in reversed(events) if e.kind == "capacity"), None)
     memory = heatmap_data.memory(readings, start, end)
@@ -82,8 +82,9 @@ def report(run: RunDir) -> Report:
         "attempts": about["attempts"],
         "memory": {"column": memory[0], "ranks": _memory(readings, memory[0])} if memory else None,
         "communication": _communication(readings),
-        "slow": slow,
-        "incidents": incidents.found(events, _trained(segments), slow),
+        "gradients": sent(steps, events),
+        "slow": doctor.slow_ranks(events),
+        "incidents": incidents.found(events, _trained(segments)),
         "not_read": None if readings.tracks else _why(spec, about["status"]),
     }
     return Report(facts, text, steps, _evals(events, about["steps"]), spans, memory, slowness)
@@ -116,11 +117,6 @@ def _why(spec: Any, status: str) -> str:
     if status == "running":
         return "There is no reading of a rank yet: create the report again in a few seconds."
     return "The run ended before the first reading of a rank: ranks are read every observe.interval_s seconds."
-
-
-def _when(readings: Readings, step: int) -> dict[str, Any]:
-    attempt, at = readings.when(step)
-    return {"attempt": attempt, "at": at}
 
 
 def _versions(run: RunDir, events: Sequence[Event]) -> dict[str, str]:

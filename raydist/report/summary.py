@@ -33,8 +33,11 @@ def show(run: RunDir) -> dict[str, Any]:
     Plain data for strict JSON. Unknown values are None: no step or eval yet, or the bytes of a checkpoint with a damaged manifest.
     Raises StorageError.
     """
-    state = read_state(run)
-    events, segments = read_events(run), read_segments(run)
+    return told(run, read_state(run), read_events(run), read_segments(run))
+
+
+def told(run: RunDir, state: Mapping[str, Any], events: list[Event], segments: list[Segment]) -> dict[str, Any]:
+    """The same of what was read already. Reads checkpoints and faults. Raises StorageError."""
     rows, held_out = merge(segments), evals(events)
     status = _status(state, events)
     return {
@@ -101,7 +104,7 @@ def steps(run: RunDir) -> Iterator[dict[str, Any]]:
         yield from (plain(row) for row in batch.to_pylist())
 
 
-def _status(state: dict[str, Any], events: list[Event]) -> str:
+def _status(state: Mapping[str, Any], events: list[Event]) -> str:
     if "heartbeat_at" not in state and events and events[-1].kind == "ended":
         return str(events[-1].data["status"])
     return str(state["status"])

@@ -66,14 +66,14 @@ def show(facts: dict[str, Any], out: Console | None = None) -> None:
         soft_wrap=True,
     )
     if facts["attempts"]:
-        table = _table("attempt>", "workers>", "first step>", "last step>", "startup>", "ended by")
+        table = columns("attempt>", "workers>", "first step>", "last step>", "startup>", "ended by")
         for attempt in facts["attempts"]:
             numbers = (_or_dash(attempt[key]) for key in ("number", "world_size", "first_step", "last_step"))
             up = text.span(attempt["startup"]["seconds"]) if attempt["startup"] else "-"
             table.add_row(*numbers, up, Text(attempt["cause"] or ""))
         out.print(table)
     if facts["checkpoints"]:
-        table = _table("checkpoint>", "size>", "best")
+        table = columns("checkpoint>", "size>", "best")
         for kept in facts["checkpoints"]:
             table.add_row(
                 str(kept["step"]),
@@ -82,12 +82,12 @@ def show(facts: dict[str, Any], out: Console | None = None) -> None:
             )
         out.print(table)
     if facts["faults"]:
-        table = _table("injected", "rank>", "step>", "attempt>")
+        table = columns("injected", "rank>", "step>", "attempt>")
         for fault in facts["faults"]:
             table.add_row(*(str(fault[key]) for key in ("fault", "rank", "step", "attempt")))
         out.print(table)
     if facts["workers"]:
-        table = _table("rank>", "host", "node ip", "pid>")
+        table = columns("rank>", "host", "node ip", "pid>")
         for worker in facts["workers"]:
             table.add_row(*(str(worker[key]) for key in ("rank", "host", "node_ip", "pid")))
         out.print(table)
@@ -122,7 +122,7 @@ def steps(rows: Iterable[dict[str, Any]], out: Console | None = None) -> None:
 def profile(found: list[dict[str, Any]], names: list[str], out: Console | None = None) -> None:
     """Prints the list of `profile.measured`; `names`: the requested metrics."""
     out = out or Console(highlight=False)
-    table = _table("metric", "of", "host", "mean>", "least>", "most>", "", "wanted")
+    table = columns("metric", "of", "host", "mean>", "least>", "most>", "", "wanted")
     for row in found:
         of = " ".join(f"{key} {row[key]}" for key in ("rank", "gpu") if row.get(key) is not None) or "node"
         values = (text.quantity(row[key], row["unit"]) for key in ("mean", "least", "most"))
@@ -139,7 +139,7 @@ def profile(found: list[dict[str, Any]], names: list[str], out: Console | None =
 def trace(facts: dict[str, Any], out: Console | None = None) -> None:
     """Prints the object of `raydist.report.trace.merge`: the shares of each rank's time, and the offsets of the hosts' clocks."""
     out = out or Console(highlight=False)
-    table = _table("rank>", "host", "compute>", "comm>", "overlap>", "exposed>", "data wait>", "checkpoint>")
+    table = columns("rank>", "host", "compute>", "comm>", "overlap>", "exposed>", "data wait>", "checkpoint>")
     clocks: dict[str, str] = {}
     for rank in facts["ranks"]:
         overlap = "-" if rank["overlap"] is None else f"{rank['overlap']:.0%}"
@@ -161,7 +161,7 @@ def trace(facts: dict[str, Any], out: Console | None = None) -> None:
         out.print(f"clock of {host} relative to {facts['ranks'][0]['host']}, subtracted: {lead}", soft_wrap=True)
 
 
-def _table(*columns: str) -> Table:
+def columns(*columns: str) -> Table:
     """`>` after a heading: a column of numbers, aligned right."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in columns:

@@ -91,15 +91,6 @@ class Readings:
             found[name] = max(0.0, float(np.mean(grew)))
         return found
 
-    def when(self, step: int) -> tuple[int, float]:
-        """(attempt, Unix time) in which `step` was trained, as precise as the readings; the newest attempt's if it was twice.
-
-        Requires readings.
-        """
-        tracks = sorted(self.tracks, key=lambda t: -t.attempt)
-        track = next((t for t in tracks if t.step[0] <= step <= t.step[-1]), tracks[-1])
-        return track.attempt, float(np.interp(step, track.step, track.at))
-
     def memory(self) -> str | None:
         """The column of MEMORY that the run has."""
         return next((name for name in MEMORY if any(np.isfinite(t.values[name]).any() for t in self.tracks)), None)

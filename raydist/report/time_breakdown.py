@@ -5,14 +5,10 @@ Runs anywhere. Pure.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raydist.run.telemetry_schema import OPS, PHASES
-
-SLOWER = 1.1
-"""The others wait for a rank that computes more than this many times as long as their median."""
 
 
 def spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
@@ -33,16 +29,6 @@ def spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     parts = {"compute": computing - exposed, "exposed": exposed}
     parts |= {phase: phases[phase] for phase in ("data", "eval", "save")}
     return {name: seconds / total for name, seconds in parts.items()}
-
-
-def slowest(shares: Mapping[int, Mapping[str, float] | None]) -> int | None:
-    """The rank that the others wait for: it computes clearly longer than they do. None if there is none. `shares`: by rank."""
-    compute = {rank: share["compute"] for rank, share in shares.items() if share is not None}
-    if len(compute) < 2:
-        return None
-    rank = max(compute, key=lambda r: compute[r])
-    others = statistics.median(value for r, value in compute.items() if r != rank)
-    return rank if compute[rank] > SLOWER * others else None
 
 
 def rate(rows: Sequence[Mapping[str, Any]], counter: str) -> float | None:

@@ -17,6 +17,7 @@ from rich.text import Text
 from raydist.parsing import parse_yaml
 from raydist.records import Event, Finding
 from raydist.report import text, time_breakdown
+from raydist.report.doctor import slow_ranks
 from raydist.run.directory import SPEC, RunDir
 from raydist.run.log import plain, read_events
 from raydist.run.status import read_state
@@ -40,7 +41,8 @@ def view(run: RunDir) -> dict[str, Any]:
     gpus = time_breakdown.by_subject((r for r in rows if r["kind"] == "gpu"), "node", "gpu")
     total, pace = _total(run), state.get("tokens_per_second")
     spent = {rank: time_breakdown.spent(own) for (rank,), own in ranks.items()}
-    last = time_breakdown.slowest(spent)
+    events = read_events(run)
+    slow = {one["rank"] for one in slow_ranks(events) if one["until"] is None}
     found = {
         "at": now,
         "run": run.name,
@@ -55,15 +57,15 @@ def view(run: RunDir) -> dict[str, Any]:
         "tokens_per_second": pace,
         "expert_imbalance": state.get("expert_imbalance"),
         "exchanged_bytes": state.get("exchanged_bytes"),
-        "expert_loads": _loads(run) if state.get("expert_imbalance") is not None else None,
+        "expert_loads": _loads(events) if state.get("expert_imbalance") is not None else None,
         "sync_bytes": state.get("sync_bytes"),
         "sync_seconds": state.get("sync_seconds"),
         "ranks": [
-            _rank(rank, own[-1], spent[rank], nodes, gpus) | {"slowest": rank == last}
+            _rank(rank, own[-1], spent[rank], nodes, gpus) | {"slow": rank in slow}
             for (rank,), own in sorted(ranks.items())
         ],
         "nodes": [_node(own) for _, own in sorted(nodes.items())],
-        "findings": _findings(read_events(run)) if state["status"] == "running" else [],
+        "findings": _findings(events) if state["status"] == "running" else [],
     }
     return dict(plain(found))
 
@@ -88,11 +90,9 @@ def panel(seen: dict[str, Any]) -> RenderableType:
             "" if used is None else "█" * round(used * _BAR) + "░" * (_BAR - round(used * _BAR)),
             *(_percent(row[name]) for name in ("compute", "exposed", "data", "gpu_util")),
             *(_size(node.get(name)) for name in ("nic_in_bytes_per_second", "nic_out_bytes_per_second")),
-            style="yellow" if row["slowest"] else "",
+            style="yellow" if row["slow"] else "",
         )
-    slow = next((row for row in seen["ranks"] if row["slowest"]), None)
-    tail = [] if slow is None else [Text(f"the others wait for rank {slow['rank']} on {slow['host']}", "yellow")]
-    tail += [
+    tail = [
         Text(f"{one['what']}: {one['remedy']}", "red" if one["severity"] == "critical" else "yellow")
         for one in seen["findings"]
     ]
@@ -114,7 +114,6 @@ def line(seen: dict[str, Any]) -> str:
         if known:
             worst = max(known, key=lambda row: row[name])
             parts.append(f"{name} {_percent(worst[name])} (rank {worst['rank']})")
-    parts += [f"slowest rank {row['rank']}" for row in seen["ranks"] if row["slowest"]]
     parts += [one["what"] for one in seen["findings"]]
     return "  ".join(parts)
 
@@ -134,9 +133,9 @@ def _findings(events: Sequence[Event]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _loads(run: RunDir) -> dict[str, Any] | None:
+def _loads(events: Sequence[Event]) -> dict[str, Any] | None:
     """Of the newest event `expert_loads`: the step, and the loads of each layer; None without (`observe.expert_loads`)."""
-    told = next((event.data for event in reversed(read_events(run)) if event.kind == "expert_loads"), None)
+    told = next((event.data for event in reversed(events) if event.kind == "expert_loads"), None)
     if told is None:
         return None
     return {"step": told["step"], "layers": {name: layer["loads"] for name, layer in told["layers"].items()}}

@@ -39,7 +39,7 @@ STOP_LOOK_S = 2.0
 _LOOK_S = 0.5
 _STOP = ".stop"
 _LEASE = re.compile(rf"{DRIVERS}/(\d+)\.json")
-_SKEW_S = 5.0
+SKEW_S = 5.0
 """How far the clocks of two hosts may differ."""
 
 
@@ -264,7 +264,7 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
 
 def _ahead(holder: dict[str, Any]) -> bool:
     """Whether it was renewed at a time that is still to come: by a clock that is ahead of this host's."""
-    return bool(holder["renewed_at"] > time.time() + _SKEW_S)
+    return bool(holder["renewed_at"] > time.time() + SKEW_S)
 
 
 def _alive(holder: dict[str, Any], now: float | None = None) -> bool:

@@ -50,7 +50,17 @@ RANK: dict[str, tuple[pa.DataType, str]] = {
     "throttled_seconds": (_F, "total time that its control group was held at its CPU quota"),
     "major_faults_count": (_I, "total number of its pages that were read from a disk: swap, mapped files"),
     "stopped_count": (_I, "total number of readings in which its process was stopped (SIGSTOP, a debugger)"),
+    "held_seconds": (
+        _F,
+        "total time that its whole process was held: SIGSTOP, a debugger, a freezer, a paused machine",
+    ),
     "gc_seconds": (_F, "total time in Python's garbage collector"),
+    "hooks_seconds": (_F, "total time in the job's hooks; null without hooks on this rank"),
+    "loader_seconds": (_F, "total time that its loader's thread took to make batches"),
+    "loader_waited_seconds": (
+        _F,
+        "total time of that in which it neither ran nor was ready to: storage, a lock, the GIL",
+    ),
     **{
         f"{op}_{name}": (kind, f"total {text} of {op}")
         for op in OPS
@@ -78,6 +88,7 @@ NODE: dict[str, tuple[pa.DataType, str]] = {
     "disk_free_bytes": (_I, "free space where the run is stored, if that is a folder, else in the temporary folder"),
     "disk_read_bytes": (_I, "total read from the node's disks"),
     "disk_write_bytes": (_I, "total written to the node's disks"),
+    "disk_waited_seconds": (_F, "total time in which a process of the node waited for a disk (the kernel's PSI)"),
     "nic": (_S, "network interface used for training"),
     "nic_in_bytes": (_I, "total received on it"),
     "nic_out_bytes": (_I, "total sent on it"),

@@ -150,8 +150,8 @@ class CommSpec(PartWithNewFields):
 
     @property
     def aside(self) -> bool:
-        """Whether threads beside the training thread send gradients."""
-        return self.compresses or self.topology in ("direct", "two_level")
+        """Whether threads beside the training thread send gradients, or outer ones."""
+        return self.compresses or self.topology in ("direct", "two_level") or self.delay > 0
 
     @property
     def feedback(self) -> bool:

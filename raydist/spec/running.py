@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from raydist.spec.parts import Extension, Part, PartWithNewFields, problem
+from raydist.spec.resources import ResourcesSpec
 
 MOST_WORKERS = 1 << 17
 
@@ -149,10 +150,16 @@ class OffloadSpec(Part):
         return self
 
 
-class CheckpointSpec(Part):
+class CheckpointSpec(PartWithNewFields):
     """When the state is saved."""
 
-    every: int | None = Field(50, ge=1, description="Steps between checkpoints; null: only at the end.")
+    new_fields = ("mtbf_h",)
+
+    every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        50,
+        description="Steps between checkpoints; auto: as many as lose the least time, from the measured cost of a save and mtbf_h; "
+        "null: only at the end.",
+    )
     keep: int = Field(
         3,
         ge=1,
@@ -180,6 +187,12 @@ class CheckpointSpec(Part):
         gt=0,
         description="Seconds that a save may take. After that, each step that is due and cannot save because of it is a failure, "
         "and the end of a run no longer waits for it.",
+    )
+    mtbf_h: float = Field(
+        50_000.0,
+        gt=0,
+        description="every: auto: mean hours between two failures of one worker and its share of the machine; of N workers one "
+        "fails every mtbf_h / N hours.",
     )
 
 
@@ -350,8 +363,10 @@ class ObserveSpec(PartWithNewFields):
     )
 
 
-class ClusterSpec(Part):
+class ClusterSpec(PartWithNewFields):
     """The resources that the run uses."""
+
+    new_fields = ("resources",)
 
     workers: int | tuple[int, int] = Field(
         1,
@@ -371,6 +386,9 @@ class ClusterSpec(Part):
         "auto", description="GPUs of each worker; auto: 1 where the cluster has enough, else 0."
     )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
+    resources: ResourcesSpec = Field(
+        default_factory=lambda: ResourcesSpec(), description="What the nodes have; docs/how-to/deploy.md."
+    )
 
     @model_validator(mode="after")
     def _orders(self) -> ClusterSpec:

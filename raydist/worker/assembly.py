@@ -80,7 +80,7 @@ class Assembly:
         self.injector = _injector(job, rank) if job.faults else None
         phases = heartbeat
         heartbeat = self.injector.watch(heartbeat) if self.injector else heartbeat
-        self.heartbeat, self.startup = heartbeat, startup
+        self.heartbeat, self.startup, self.telemetry = heartbeat, startup, telemetry
         # Data: every rank opens it; nothing is sent.
         dataset = TokenDataset(job.dataset)
         self.mesh = Mesh.of(spec, rank)  # every rank, if a replica has several
@@ -192,7 +192,7 @@ class Assembly:
         self.last = min(self.total, job.until or self.total)
         self.replica_check = self._replica_check(model, parameters) if spec.train.check_replicas else None
         meter = MemoryMeter(rank.device, model, shards, self.optimizer)
-        telemetry.memory = meter.read
+        telemetry.sources.append(meter.read)
         if self.replica:
             parameters = parameters.apart(self.replica.copy)
         every = spec.train.check_gradients
@@ -232,6 +232,8 @@ class Assembly:
         )
 
         self.hooks = RunHooks(spec.hooks, self._hook_facts, rank.first, tell)
+        if self.hooks:
+            telemetry.sources.append(self.hooks.spent)
 
     def _hook_facts(self, options: dict[str, Any]) -> HookFacts:
         rank, job = self.rank, self.job
@@ -260,7 +262,7 @@ class Assembly:
         return [*self.train_step.messages(), *loads, *getattr(self.strategy, "messages", list)()]
 
     def _checkpoint_due(self, step: int, ending: bool) -> bool:
-        return due(step, self.spec.checkpoint.every, ending)
+        return self.checkpoints.due(step, ending)
 
     def _compression(self) -> Compression | None:
         """None if no gradients are compressed on any rank."""

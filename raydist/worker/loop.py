@@ -106,6 +106,7 @@ class _Run(Assembly):
             timeout_s=self.spec.recovery.data_patience,
             on_stall=self._stalled,
         )
+        self.telemetry.sources.append(loader.spent)
         try:
             with loader:
                 begun = before = time.perf_counter()

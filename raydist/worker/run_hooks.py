@@ -45,6 +45,7 @@ class RunHooks:
         self._tell = tell
         self._model: nn.Module | None = None
         self._changed = False
+        self._spent, self._since = 0.0, 0.0
         self._made: list[_Made] = []
         for spec in specs:
             if spec.ranks == "all" or first:
@@ -56,8 +57,22 @@ class RunHooks:
     def __bool__(self) -> bool:
         return bool(self._made)
 
+    def spent(self) -> dict[str, float]:
+        """Telemetry's column of the time in hooks, with the present call. Thread-safe."""
+        since = self._since
+        return {"hooks_seconds": self._spent + (time.perf_counter() - since if since else 0.0)}
+
     def call(self, method: str, *arguments: Any) -> None:
         """Calls that method of each hook that has it. Raises HookFailed if one changes weights, or raises and is to end the run."""
+        if not self._made:
+            return
+        self._since = time.perf_counter()
+        try:
+            self._call(method, *arguments)
+        finally:
+            self._spent, self._since = self._spent + time.perf_counter() - self._since, 0.0
+
+    def _call(self, method: str, *arguments: Any) -> None:
         for made in self._made:
             if (function := getattr(made.hook, method, None)) is None:
                 continue

@@ -113,6 +113,11 @@ def test_what_cannot_be_replayed(run: RunDir, capsys: pytest.CaptureFixture[str]
     run.storage.write("spec.yaml", b"data: {source: x}\ntrain: {steps: 50, micro_batch: 1, virtual_ranks: 4}\n")
     code, _, err = call(capsys, "verify", run.uri, "--replay", "3", "--workers", "5")
     assert (code, "--workers 5: run it has train.virtual_ranks: 4" in err) == (2, True)
+    mesh = b"parallel: {tensor: 2, pipeline: 2}\nmodel: {layers: 2}\ncluster: {workers: 4}\n"
+    run.storage.write("spec.yaml", b"data: {source: x}\ntrain: {steps: 50, micro_batch: 1, virtual_ranks: 4}\n" + mesh)
+    for workers, says in (("6", "trains on a multiple of 4 workers (parallel)"), ("20", "has train.virtual_ranks: 4")):
+        code, _, err = call(capsys, "verify", run.uri, "--replay", "3", "--workers", workers)
+        assert (code, f"--workers {workers}: run it {says}" in err) == (2, True)
     assert call(capsys, "verify", run.uri, "--workers", "5")[0] == 2
     run.storage.write("spec.yaml", b"data: {source: x}\ntrain: {steps: 50}\nmodel: {name: 'evil.code:build'}\n")
     code, _, err = call(capsys, "verify", run.uri, "--replay", "3", "--workers", "2")

@@ -381,3 +381,21 @@ def test_json_is_documented(deepseek: dict[str, Any]) -> None:
         f"`--{o}" in (ROOT / "docs/how-to/plan.md").read_text()
         for o in ("gpus ", "gpus-per-node", "memory", "vocab", "device", "efficiency", "in-node", "between-nodes")
     )
+
+
+def test_scaling(tmp_path: Path, small: Path) -> None:
+    """On 8 to 1,024 H100s: the point of the job's own GPUs is its forecast with the losses; a slow network shows as
+    communication, and the page has every number of GPUs."""
+    page, options = tmp_path / "page.html", ("--vocab", "256", "--device", "h100", "--gpus", "8")
+    made = told(small, *options, "--scaling", "--weak", "--jitter", "0", "-o", page)
+    assert [point["gpus"] for point in made["points"]] == [2**n for n in range(3, 11)]
+    (own,) = [point for point in made["points"] if point["gpus"] == 8]
+    alone = row(told(small, *options), "ddp")["speed"]
+    lost = own["shares"]["checkpoints"] + own["shares"]["failures"]
+    assert own["tokens_per_second"] == pytest.approx(alone["tokens_per_second"] * (1 - lost))
+    slow = told(small, *options, "--scaling", "--weak", "--between-nodes", "0.5")["points"][-1]
+    assert slow["shares"]["communication"] > made["points"][-1]["shares"]["communication"]
+    text = page.read_text()
+    assert all(text.count(f">{point['gpus']:,}</text>") == 3 for point in made["points"]), "a tick of each chart"
+    with pytest.raises(UsageError, match="go with --scaling"):
+        call(small, *options, "--weak")

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from raydist.cluster import preflight
+from raydist.cluster import node_facts, preflight
+from raydist.cluster.nodes import usable
 from raydist.cluster.preflight import check_resources, gpus_per_worker, look_around, versions
 from raydist.errors import PreflightError
 from raydist.spec import JobSpec, parse
+from raydist.spec.resources import ResourcesSpec
 
 
 def job(**cluster: Any) -> JobSpec:
@@ -142,3 +144,57 @@ def test_a_good_node_has_nothing_to_say(tmp_path: Path) -> None:
     assert found["problems"] == []
     assert list((tmp_path / "run").iterdir()) == []
     assert all(versions().values())
+
+
+FACTS = {"cpus": 64, "gpus": 8, "gpu": "NVIDIA H100 80GB HBM3", "driver": "570.1", "nccl": "2.27.3", "memory_gib": 1000.0,
+         "shm_gib": 500.0, "disk_gib": 900.0, "network_gbit": 100.0, "storage_mb_s": 900.0, "storage_iops": 300.0}  # fmt: skip
+
+
+def test_a_node_is_held_against_the_resources() -> None:
+    """Each field of `cluster.resources` that a node does not reach is named with both values; what the node has enough of, and what
+    cannot be known, is not."""
+    every = {"cpus": 64, "gpus": 8, "gpu": "h100", "memory_gib": 900, "shm_gib": 400, "disk_gib": 500, "network_gbit": 100,
+             "storage_mb_s": 800, "storage_iops": 200}  # fmt: skip
+    assert node_facts.lacks(ResourcesSpec(**every), FACTS) == []
+    assert node_facts.lacks(ResourcesSpec(network_gbit=400), FACTS | {"network_gbit": None}) == []
+    small = {name: value / 3 if isinstance(value, float | int) else value for name, value in FACTS.items()}
+    found = node_facts.lacks(ResourcesSpec(**every), small | {"gpu": "NVIDIA A100-SXM4-80GB"})
+    assert [line.split(":")[0].removeprefix("cluster.resources.") for line in found] == [
+        "gpu",
+        *(n for n in every if n != "gpu"),
+    ]
+    assert found[0] == "cluster.resources.gpu: h100, but it has NVIDIA A100-SXM4-80GB"
+    assert "cluster.resources.network_gbit: 100, but it has 33.33 Gbit/s" in found
+    assert node_facts.lacks(ResourcesSpec(gpu="H100"), FACTS | {"gpus": 0, "gpu": ""})[0].endswith("it has no GPU")
+
+
+def test_the_node_that_differs_is_named() -> None:
+    """Of the nodes with GPUs, the one with another driver or NCCL; a head without GPUs does not count."""
+    cluster = {f"10.0.0.{i}": FACTS for i in range(3)} | {"10.0.0.9": FACTS | {"gpus": 0, "gpu": "", "nccl": ""}}
+    assert node_facts.odd(cluster) == []
+    cluster["10.0.0.2"] = FACTS | {"nccl": "2.21.5"}
+    assert node_facts.odd(cluster) == ["node 10.0.0.2: NCCL is 2.21.5, that of 2 of 3 nodes is 2.27.3"]
+
+
+def test_labels_and_addresses_choose_the_nodes() -> None:
+    """A node without the label, or left out by its address, is not used. A label that no node has is an error with the labels that
+    there are."""
+    nodes = [{"NodeManagerAddress": f"10.0.0.{i}", "Labels": {"pool": "a" if i < 2 else "b"}} for i in range(3)]
+    asked = ResourcesSpec(labels={"pool": "a"}, exclude=["10.0.0.0"])
+    assert [n["NodeManagerAddress"] for n in nodes if usable(n, asked)] == ["10.0.0.1"]
+    assert preflight.check_labels(job(resources={"labels": {"pool": "a"}}), nodes) == []
+    (problem,) = preflight.check_labels(job(resources={"labels": {"pool": "h100"}}), nodes)
+    assert "pool=h100: no node has it; the nodes have pool=a (2), pool=b (1)" in problem
+
+
+def test_the_storage_is_measured_if_asked(tmp_path: Path) -> None:
+    """MB/s and files a second, and no file is left."""
+    run, data = tmp_path / "run", tmp_path / "data"
+    run.mkdir()
+    data.mkdir()
+    (data / "index.json").write_text("{}")
+    assert "storage_mb_s" not in look_around(str(run), str(data), [])["has"]
+    found = look_around(str(run), str(data), [], address="127.0.0.1", measure=True)
+    assert found["problems"] == []
+    assert found["has"]["storage_mb_s"] > 0 < found["has"]["storage_iops"]
+    assert list(run.iterdir()) == []

@@ -22,8 +22,9 @@ from typing import Any
 import psutil
 import pytest
 
+from raydist.cluster import session as session_module
 from raydist.cluster.session import open_session, worker_environment
-from raydist.errors import UserError
+from raydist.errors import ClusterUnreachable, UserError
 from tests.processes import runs
 
 HERE = Path(__file__).parent
@@ -268,3 +269,25 @@ def _wait(until: Callable[[], bool], seconds: float = 240) -> None:
     while not until():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
+
+
+def test_a_cluster_that_starts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not answer yet is tried again for that long; an error that stays one, such as a wrong token, is not, and
+    without a time there is one try."""
+    monkeypatch.setattr(session_module, "_AGAIN_S", 0.0)
+    tries: list[str] = []
+
+    @contextlib.contextmanager
+    def attach(error: UserError | None) -> Iterator[Any]:
+        tries.append("")
+        if error is not None and len(tries) < 3:
+            raise error
+        yield "the session"
+
+    with session_module._within(600.0, lambda: attach(ClusterUnreachable("not yet"))) as found:
+        assert (found, len(tries)) == ("the session", 3)
+    for error, wait_s in ((UserError("the token is wrong"), 600.0), (ClusterUnreachable("not there"), 0.0)):
+        tries.clear()
+        with pytest.raises(type(error)), session_module._within(wait_s, lambda error=error: attach(error)):
+            pass
+        assert len(tries) == 1

@@ -64,9 +64,9 @@ class Dashboard:
         return found
 
 
-def running(run: RunDir, step: int) -> None:
-    """The state of a run whose driver is this process, with a heartbeat that does not become old while the test waits."""
-    state = {"status": "running", "heartbeat_at": time.time() + 86_400, "driver": this_process(), "step": step}
+def running(run: RunDir, step: int, pid: int | None = None) -> None:
+    """The state of a run whose driver is that process, or this one. Its heartbeat does not become old while the test waits."""
+    state = {"status": "running", "heartbeat_at": time.time() + 86_400, "driver": this_process(pid), "step": step}
     write_state(run, {**state, "attempt": 2, "world_size": 2, "loss": 1.0})
 
 

@@ -25,8 +25,8 @@ def test_it_is_read_again_only_when_it_has_changed_and_is_due() -> None:
     """Not within EVERY_S; afterwards only with another stamp. A value keeps its number until it is made anew."""
     clock, stamps, made = Clock(), [1], []
 
-    def load(older: int | None) -> int:
-        made.append(older)
+    def load(older: int | None, stamp: int) -> int:
+        made.append((older, stamp))
         return len(made)
 
     live = Live(lambda: stamps[0], load, clock)
@@ -35,20 +35,20 @@ def test_it_is_read_again_only_when_it_has_changed_and_is_due() -> None:
     stamps[0] = 2
     clock.now += EVERY_S / 2
     assert live.fresh is live.get()
-    assert made == [None], "it is not due"
+    assert made == [(None, 1)], "it is not due"
     clock.now += EVERY_S
     assert live.fresh is None
     assert (live.get().version, live.get().value) == (2, 2)
     clock.now += 2 * EVERY_S
     assert live.get().version == 2, "nothing has changed"
-    assert made == [None, 1], "the former value was given"
+    assert made == [(None, 1), (1, 2)], "the former value and the stamp were given"
 
 
 def test_what_takes_long_is_made_less_often() -> None:
     """At most SHARE of a core's time is spent on it; and if it only waits, as for slow storage, it rests REST times as long."""
     clock, count = Clock(), [0]
 
-    def load(_: int | None) -> int:
+    def load(*_: Any) -> int:
         clock.now += 4.0
         count[0] += 1
         return count[0]
@@ -67,7 +67,7 @@ def test_an_error_is_raised_and_tried_again() -> None:
     """It does not stay."""
     answers: list[Any] = [StorageError("gone"), 7]
 
-    def load(_: int | None) -> int:
+    def load(*_: Any) -> int:
         found = answers.pop(0)
         if isinstance(found, StorageError):
             raise found
@@ -83,7 +83,7 @@ def test_only_one_thread_reads_and_the_others_do_not_wait() -> None:
     """While one renews it, the others get the former value."""
     clock, began, go, stamp = Clock(), threading.Event(), threading.Event(), [1]
 
-    def load(older: int | None) -> int:
+    def load(older: int | None, _: int) -> int:
         if older is not None:
             began.set()
             assert go.wait(240)
@@ -106,7 +106,7 @@ def test_a_shelf_keeps_the_newest() -> None:
     shelf = Shelf(2)
 
     def live(key: str) -> Live[str]:
-        return shelf.live(key, lambda: Live(lambda: 1, lambda _: key))
+        return shelf.live(key, lambda: Live(lambda: 1, lambda *_: key))
 
     first, second = live("a"), live("b")
     assert live("a") is first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import subprocess
 from collections.abc import Iterator
 from urllib.parse import quote
 
@@ -15,11 +15,11 @@ from tests.dashboard import accessibility
 from tests.dashboard.conftest import EVIL, Dashboard, running
 from tests.report import story
 from tests.report.html import looks
-from tests.report.html.chromium import WAIT_S, Chromium
+from tests.report.html.chromium import Chromium
 
 RUN = [
     "Findings", "Training", "Where the time went", "Ranks", "Communication", "Incidents", "Attempts", "Checkpoints", "Output",
-    "Spec", "Data",
+    "Difference of the jobs", "Spec", "Data",
 ]  # fmt: skip
 
 
@@ -28,16 +28,8 @@ def browser(dashboard: Dashboard, tmp_path_factory: pytest.TempPathFactory) -> I
     """A browser that has opened the printed address, and so has the cookie."""
     with Chromium(tmp_path_factory.mktemp("chromium"), online=True) as made:
         made.open(dashboard.url)
-        until(made, "document.title === 'Runs and sweeps - raydist' && location.search === ''")
+        made.until("document.title === 'Runs and sweeps - raydist' && location.search === ''")
         yield made
-
-
-def until(browser: Chromium, true: str) -> None:
-    """Waits for it to be true in the page."""
-    deadline = time.monotonic() + WAIT_S
-    while not browser.value(true):
-        assert time.monotonic() < deadline, (true, browser.complaints)
-        time.sleep(0.1)  # the page asks the server
 
 
 def texts(browser: Chromium, selector: str) -> list[str]:
@@ -63,7 +55,7 @@ def test_a_page_is_whole_and_accessible(
     rules; drawings are readable."""
     browser.open(dashboard.address + path, width=width, dark=dark)
     assert browser.value("document.documentElement.dataset.ready") == "yes"
-    assert texts(browser, "h2") == (heads or [str(dashboard.home)])
+    assert texts(browser, "h2")[-len(heads or [""]) :] == (heads or [str(dashboard.home)])
     assert browser.complaints == []
     assert {
         address.partition("/")[0] + "//" + address.split("/")[2] for address in browser.asked if address[:5] != "data:"
@@ -76,12 +68,16 @@ def test_a_page_is_whole_and_accessible(
 
 
 def test_a_running_run_is_followed(dashboard: Dashboard, browser: Chromium) -> None:
-    """New steps appear without a reload; what has not changed is not touched, and what the reader has opened stays open."""
+    """New steps appear without a reload; what has not changed is not touched, and what the reader has opened stays open. The list
+    shows it apart."""
     run = RunDir(dashboard.home / "live")
     story.write(
         run, story.events()[:-1], [(1, 0, story.steps(1, 80, 1)), (2, 50, story.steps(51, 90, 2))], story.readings()
     )
     running(run, 90)
+    browser.open(f"{dashboard.address}/")
+    browser.until("document.querySelector('#running-0') !== null")
+    assert texts(browser, "#running-0 tbody a") == ["live"]
     browser.open(f"{dashboard.address}/run/0/live")
     assert "Now" in texts(browser, "h2")
     assert texts(browser, ".cards dd")[0].split("\n")[0] == "90"
@@ -96,7 +92,7 @@ def test_a_running_run_is_followed(dashboard: Dashboard, browser: Chromium) -> N
     log.steps(story.steps(91, 120, 2))
     log.close()
     running(run, 120)
-    until(browser, "document.querySelector('.cards dd').innerText.startsWith('120')")
+    browser.until("document.querySelector('.cards dd').innerText.startsWith('120')")
     assert browser.value("document.getElementById('head').mark") is None
     assert browser.value("document.getElementById('spec').mark") == 1
     assert browser.value("document.querySelector('#ranks details').open")
@@ -107,6 +103,51 @@ def test_a_running_run_is_followed(dashboard: Dashboard, browser: Chromium) -> N
                         "return [a.left + a.width / 2, a.top + a.height / 2]; })()")  # fmt: skip
     browser.point(*box)
     assert texts(browser, "#tip div")[0].startswith("step "), "a chart that was replaced shows its values, too"
+
+
+def test_a_run_whose_driver_was_killed_is_lost(dashboard: Dashboard, browser: Chromium) -> None:
+    """In the list and on its page, though none of its files has changed."""
+    run = RunDir(dashboard.home / "killed")
+    with subprocess.Popen(["sleep", "86400"]) as driver:
+        story.write(run, story.events()[:-1], [(1, 0, story.steps(1, 80, 1))])
+        running(run, 80, driver.pid)
+        row = "[...document.querySelectorAll('tr')].find((one) => one.innerText.startsWith('killed'))?.innerText || ''"
+        browser.open(f"{dashboard.address}/run/0/killed")
+        assert texts(browser, "h1") == ["killedrunning"]
+        browser.open(f"{dashboard.address}/")
+        browser.until(f"({row}).includes('running')")
+        driver.kill()
+    browser.until(f"({row}).includes('lost')")
+    browser.open(f"{dashboard.address}/run/0/killed")
+    browser.until("document.querySelector('h1').innerText === 'killedlost'")
+
+
+def test_dragging_over_a_chart_shows_these_steps(dashboard: Dashboard, browser: Chromium) -> None:
+    """As the fields do: the steps stand in the address, and all curves have only them. A link leads back to all steps."""
+    browser.open(f"{dashboard.address}/run/0/base?y=log")
+    browser.value("document.querySelector('#training svg').scrollIntoView({block: 'center'})")
+    places = browser.value("""(() => {
+        const svg = document.querySelector("#training svg"), matrix = svg.getScreenCTM();
+        const [left, top, right, bottom] = JSON.parse(svg.dataset.lines).box;
+        return [50, 100].map((step) => left + (right - left) * (step - 1) / 199)
+            .map((x) => new DOMPoint(x, (top + bottom) / 2).matrixTransform(matrix)).map((at) => [at.x, at.y]);
+    })()""")
+    (x, y), (to, _) = places
+    for kind, at, buttons in (("mousePressed", x, 1), ("mouseMoved", to, 1), ("mouseReleased", to, 0)):
+        button = "none" if kind == "mouseMoved" else "left"
+        browser.page("Input.dispatchMouseEvent", type=kind, x=at, y=y, button=button, buttons=buttons, clickCount=1)
+    browser.until("location.search.includes('last=') && document.readyState === 'complete'")
+    first, last, scale = browser.value(
+        "['first', 'last', 'y'].map((name) => new URL(location.href).searchParams.get(name))"
+    )
+    assert (abs(int(first) - 50) <= 1, abs(int(last) - 100) <= 1, scale) == (True, True, "log")
+    ends = browser.value(
+        "[...document.querySelectorAll('#training svg')].map((one) => JSON.parse(one.dataset.lines).ends)"
+    )
+    assert ends[:4] == [[int(first), int(last)]] * 4
+    browser.open(browser.value("document.querySelector('#view a').href"))
+    assert browser.value("JSON.parse(document.querySelector('#training svg').dataset.lines).ends") == [1, 200]
+    assert browser.value("new URL(location.href).searchParams.get('y')") == "log"
 
 
 def test_the_list_is_searched_and_links_to_its_pages(dashboard: Dashboard, browser: Chromium) -> None:

@@ -43,7 +43,8 @@ def rows(
             own = (0.9 - most) * (1 + 0.01 * float(rng.standard_normal())) + one.get("compute", 0.0)
             adds = {"forward_seconds": own / 3, "backward_seconds": 1.0 - own / 3, "all_reduce_exposed_seconds": 1.0 - own,
                     "cpu_seconds": 1.05 * (own - one.get("compute", 0.0)), "run_delay_seconds": 0.01, "gc_seconds": 0.001,
-                    "throttled_seconds": 0.0, "major_faults_count": 0.0, "stopped_count": 0.0}  # fmt: skip
+                    "throttled_seconds": 0.0, "major_faults_count": 0.0, "stopped_count": 0.0,
+                    "held_seconds": 0.0, "hooks_seconds": 0.0}  # fmt: skip
             for name, value in adds.items():
                 total[name] = total.get(name, 0.0) + value + one.get(name, 0.0)
         at = T + second
@@ -80,6 +81,8 @@ def hog(
     [
         ("run_delay_seconds", "cpu_stolen"),
         ("throttled_seconds", "cpu_throttled"),
+        ("held_seconds", "process_stopped"),
+        ("hooks_seconds", "slow_hook"),
         ("gc_seconds", "gc_pauses"),
         ("cpu_seconds", "own_code"),
         ("step", "own_code"),
@@ -122,6 +125,47 @@ def test_a_crowded_host_is_no_fault() -> None:
         return {"run_delay_seconds": 0.5 + late, "compute": late}
 
     assert told(Diagnosis(), rows(120, crowded)) == []
+
+
+def test_what_the_kernel_names_needs_no_history() -> None:
+    """A rank that is held for 4 s is told in the first seconds of a run, where all lack a processor for 0.7 of the time; one that a
+    quota keeps back is told there, too, and the same quota of all ranks is told of their node."""
+
+    def crowded(column: str, begin: int, ranks: tuple[int, ...]) -> Callable[[int, int], dict[str, float]]:
+        def one(rank: int, second: int) -> dict[str, float]:
+            on = rank in ranks and begin <= second
+            share = 0.3 if on else 0.0
+            held = 1.0 if on and column == "held_seconds" and second < begin + 4 else 0.0
+            more = {column: held} if column == "held_seconds" else {column: share, "compute": share}
+            return {"run_delay_seconds": 0.7, **more}
+
+        return one
+
+    found = told(Diagnosis(), rows(14, crowded("held_seconds", 6, (1,))))
+    assert [(one.rule, one.rank) for _, one in found] == [("process_stopped", 1)]
+    assert "rank 1 on h is kept from computing for" in found[0][1].what
+    found = told(Diagnosis(), rows(60, crowded("throttled_seconds", 30, (1,))))
+    assert [(one.rule, one.rank) for _, one in found] == [("cpu_throttled", 1)]
+    found = told(Diagnosis(), rows(60, crowded("throttled_seconds", 30, (0, 1, 2, 3))))
+    assert [(one.rule, one.rank, one.culprit) for _, one in found] == [
+        ("node_throttled", None, {"host": "h", "node": "10.0.0.1"})
+    ]
+
+
+@pytest.mark.parametrize(("waited", "words"), [(0.8, "its loader waits for 80%"), (0.1, "its loader computes for 90%")])
+def test_a_slow_loader_waits_or_computes(waited: float, words: str) -> None:
+    """By what its thread did, where the rank recorded it."""
+
+    def made() -> Iterator[list[dict[str, Any]]]:
+        for i, own in enumerate(rows(90)):
+            for row in own[1:]:
+                late = 0.4 * max(i - 50, 0) if row["rank"] == 2 else 0.0
+                row |= {"data_seconds": late, "loader_seconds": 0.5 * i, "loader_waited_seconds": 0.5 * i * waited}
+            yield own
+
+    ((_, one),) = told(Diagnosis(), made())
+    assert (one.rule, one.rank) == ("slow_loader", 2)
+    assert words in one.cause
 
 
 def test_a_new_attempt_begins_anew() -> None:
@@ -287,7 +331,8 @@ def benchmark() -> ModuleType:
 def test_simulated_runs(benchmark: ModuleType) -> None:
     """Scenarios of the benchmark that need GPUs, nodes or storage: the right rule and culprit; healthy ones are told nothing."""
     chosen = ("GPU too hot", "other process on the GPU", "fewer PCIe lanes", "slow loader on one rank", "slow data everywhere",
-              "slow link", "fragmentation", "node's memory fills", "loss scale collapses", "dead experts", "asymmetric collectives",
+              "slow link", "fragmentation", "node's memory fills", "loss scale collapses", "dead experts", "expert imbalance",
+              "a router that is not even", "asymmetric collectives",
               "SIGSTOP bursts", "swap", "very busy host", "very uneven documents")  # fmt: skip
     for scenario in [*benchmark.SCENARIOS, *benchmark.HEALTHY]:
         if scenario.name not in chosen:

@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.faults.conftest import GPT
+from raydist.faults import KillProcess
+from tests.faults.conftest import GPT, write
 
 END_S = 300
 PROCESSES = {
@@ -62,19 +63,20 @@ class Trained:
         _, alive = psutil.wait_procs(self.below, timeout=120)
         assert not alive, err
         assert "Traceback" not in err, err
-        assert self.project.show(self.name)["status"] == "stopped", err
+        assert self.project.show(self.name)["status"] == "stopped", (self.process.returncode, err)
         return self.process.returncode, err
 
 
 @pytest.mark.parametrize("name", ["GCS", "raylet"])
-def test_killed(project: Any, name: str) -> None:
-    """Exit code 3 with that cause. Without the GCS the ranks save a checkpoint first."""
-    run = Trained(project, f"killed-{name.lower()}")
-    pid, before = run.pid(name), run.step()
-    os.kill(pid, signal.SIGKILL)
+def test_killed(project: Any, name: Any) -> None:
+    """By a fault of rank 1. Exit code 3 with that cause. Without the GCS the ranks save a checkpoint first."""
+    fault = KillProcess(rank=1, step=45, process=name.lower())
+    run = Trained(project, f"killed-{name.lower()}", *write(project, f"killed-{name.lower()}", [fault]))
+    pid, before = run.pid(name), 40
     code, err = run.ended()
     assert code == 3
-    assert f"Ray's {name} (process {pid}) has exited, killed by SIGKILL; run the same command again to continue" in err
+    cause = f"Ray's {name} (process {pid}) has exited, killed by SIGKILL; run the same command again to continue"
+    assert cause in err, err
     assert run.step() > before if name == "GCS" else run.step() >= before
     assert "killed by SIGKILL" in project.show(run.name)["attempts"][-1]["cause"]
 

@@ -88,26 +88,13 @@ def test_memory_over_time(tmp_path: Path) -> None:
     assert np.nanmax(grid.values) == GIB + (200 << 20)
 
 
-def test_a_slow_rank_is_seen_and_named(tmp_path: Path) -> None:
+def test_a_slow_rank_is_seen(tmp_path: Path) -> None:
     """0.8 s and 0.6 s of compute per step; of two ranks the faster one is the reference."""
     found = report(story.story(RunDir(tmp_path / "a")))
     assert found.slowness is not None
     inside = found.slowness.values[:, 1:-1]
     assert inside[0] == pytest.approx(1.0)
     assert inside[1] == pytest.approx(0.8 / 0.6)
-    (slow,) = found.facts["slow"]
-    assert (slow["rank"], slow["factor"], slow["last_step"]) == (1, pytest.approx(0.8 / 0.6), 200)
-
-
-def test_slow_for_a_while() -> None:
-    """Only lasting slowness is reported, the worst first; a single column is not enough."""
-    values = np.ones((4, 20))
-    values[2, 5:10], values[3, 12:15], values[1, 3] = 1.5, 3.0, 9.0
-    grid = heatmap_data.Grid(np.linspace(0, 200, 21), values, list("0123"))
-    assert [(one["rank"], one["first_step"], one["last_step"], one["factor"]) for one in heatmap_data.slow(grid)] == [
-        (3, 121, 150, 3.0),
-        (2, 51, 100, 1.5),
-    ]
 
 
 def test_steps_trained_twice_show_the_newest_attempt() -> None:

@@ -60,15 +60,6 @@ def test_a_failure_that_led_to_the_end() -> None:
     assert (found["detail"], found["then"]) == ("Traceback\n  line", "stop: it would fail again; the run was stopped")
 
 
-def test_slow_ranks_are_incidents() -> None:
-    """The remedy says what to check."""
-    slow = [{"rank": 3, "first_step": 1000, "last_step": 2000, "factor": 1.5, "attempt": 2, "at": T + 80}]
-    found = incidents.found(story.events(), {}, slow)
-    assert [one["kind"] for one in found][1] == "slow rank"
-    assert found[1]["cause"] == "its compute time was 1.50 times that of the median rank, steps 1,000 to 2,000"
-    assert "gpu_throttle" in found[1]["remedy"]
-
-
 @pytest.mark.parametrize(("kind", "data"), [(kind, data) for kind, data, _ in EVENTS if kind in incidents.KINDS])
 def test_every_kind_is_told(kind: str, data: dict[str, Any]) -> None:
     """An event of every kind, as the project writes it, has a cause and a remedy."""

@@ -17,9 +17,11 @@ from typer.testing import CliRunner
 from raydist.cli import watch as command
 from raydist.errors import RunNotFound
 from raydist.observe.run_monitor import RunMonitor
-from raydist.records import Event, StepRecord
+from raydist.records import Event, Finding, StepRecord
 from raydist.report import time_breakdown, watch
+from raydist.report.doctor import slow_ranks
 from raydist.run.directory import SPEC, RunDir
+from raydist.run.log import read_events
 
 GIB = 1 << 30
 
@@ -53,14 +55,14 @@ def monitor(tmp_path: Path) -> RunMonitor:
 
 
 def test_a_view(monitor: RunMonitor, tmp_path: Path) -> None:
-    """Shares of the last seconds only, memory relative to its node's, and the rank that the others wait for."""
+    """Shares of the last seconds only, memory relative to its node's, and no rank is slow by that alone."""
     seen = watch.view(RunDir(tmp_path / "a-run"))
     assert (seen["run"], seen["status"], seen["attempt"], seen["steps"]) == ("a-run", "running", 1, 200)
     first, second = seen["ranks"]
     assert [first[name] for name in ("compute", "exposed", "data")] == pytest.approx([0.4, 0.5, 0.1])
     assert [second[name] for name in ("compute", "exposed", "data")] == pytest.approx([0.8, 0.1, 0.1])
     assert (first["memory_bytes"], first["memory_used"], first["gpu_util"]) == (2 * GIB, 0.25, None)
-    assert [row["slowest"] for row in seen["ranks"]] == [False, True]
+    assert [row["slow"] for row in seen["ranks"]] == [False, False]
     one, two = seen["nodes"]
     assert (one["nic_in_bytes_per_second"], one["nic_out_bytes_per_second"]) == pytest.approx((500, 1000))
     assert two["nic_in_bytes_per_second"] is None, "one reading makes no rate"
@@ -127,16 +129,12 @@ def test_ranks_of_an_attempt_before_are_not_shown(monitor: RunMonitor, tmp_path:
 
 
 def test_shares() -> None:
-    """They add up to one; a rank with one reading has none; no rank is the slowest without a clear difference."""
+    """They add up to one; a rank with one reading has none."""
     rows = [reading(0, 0.0, 0, 0, 0), reading(0, 1.0, 2, 1, 0.5, save_seconds=0.25, eval_seconds=0.25)]
     found = time_breakdown.spent(rows)
     assert found == {"compute": 0.5, "exposed": 0.25, "data": 0.125, "eval": 0.0625, "save": 0.0625}
     assert time_breakdown.spent(rows[:1]) is None
     assert time_breakdown.spent([rows[0], rows[0]]) is None
-    even = {0: {"compute": 0.5}, 1: {"compute": 0.52}, 2: None}
-    assert time_breakdown.slowest(even) is None
-    assert time_breakdown.slowest({**even, 2: {"compute": 0.6}}) == 2
-    assert time_breakdown.slowest({0: {"compute": 0.5}}) is None
 
 
 def call(*arguments: str) -> str:
@@ -158,11 +156,21 @@ def test_the_command_ends_with_the_run(monitor: RunMonitor, tmp_path: Path) -> N
 
 
 def test_the_panel(monitor: RunMonitor, tmp_path: Path) -> None:
-    """On a terminal: one row per rank, with a bar of its memory; the slow rank is named."""
+    """On a terminal: one row per rank, with a bar of its memory; the rank that a finding calls slow is named, until it is over."""
+    run = RunDir(tmp_path / "a-run")
+    told = Finding("cpu_stolen", 1, "warning", "rank 1 is slow", {}, "mend it", symptom="slow_compute", lost=0.4)
+    monitor.push([], [told.event(time.time()).to_dict()])
+    monitor.flush()
+    assert [row["slow"] for row in watch.view(run)["ranks"]] == [False, True]
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(watch.panel(watch.view(RunDir(tmp_path / "a-run"))))
     shown = console.export_text()
     assert "██░░░░░░░░" in shown
-    assert "the others wait for rank 1 on h1" in shown
+    assert "rank 1 is slow: mend it" in shown
     assert "50%" in shown
+    monitor.push([], [replace(told, state="over").event(time.time() + 1).to_dict()])
+    monitor.flush()
+    assert [row["slow"] for row in watch.view(run)["ranks"]] == [False, False]
+    (one,) = slow_ranks(read_events(run))
+    assert (one["rank"], one["rule"], one["until"] > one["at"]) == (1, "cpu_stolen", True)
     monitor.end("finished")

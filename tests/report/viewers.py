@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import threading
-import time
 from collections import Counter
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.report.html.chromium import WAIT_S, Chromium
+from tests.report.html.chromium import Chromium
 
 SLICES = """
 (async () => {
@@ -79,13 +78,13 @@ class Viewers:
     def perfetto(self, trace: bytes) -> tuple[Counter[tuple[Any, ...]], list[Any]]:
         """(how often it shows each (pid, process, name), the errors it reports) for a file in Chrome's trace format."""
         self._open("", trace)
-        self._until("!!(window.app && window.app.trace) && !window.app.isLoadingTrace")
+        self._browser.until("!!(window.app && window.app.trace) && !window.app.isLoadingTrace")
         return self._seen(SLICES)
 
     def catapult(self, trace: bytes) -> tuple[Counter[tuple[Any, ...]], list[Any]]:
         """The same for the viewer of chrome://tracing."""
         self._open(self._catapult.as_posix(), trace)
-        self._until("!!(window.tr && tr.importer && tr.importer.Import)")
+        self._browser.until("!!(window.tr && tr.importer && tr.importer.Import)")
         return self._seen(IMPORTED)
 
     def picture(self, path: Path) -> None:
@@ -95,12 +94,6 @@ class Viewers:
     def _open(self, page: str, trace: bytes) -> None:
         self._server.trace = trace  # type: ignore[attr-defined]
         self._browser.open(f"http://127.0.0.1:{self._server.server_port}/{page}")
-
-    def _until(self, true: str) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not self._browser.value(true):
-            assert time.monotonic() < deadline, self._browser.complaints
-            time.sleep(0.1)  # another process loads it
 
     def _seen(self, script: str) -> tuple[Counter[tuple[Any, ...]], list[Any]]:
         found = self._browser.value(script)

@@ -284,6 +284,56 @@ def test_virtual_ranks_have_the_same_bits_on_any_number_of_ranks(
     [
         ("zero1", {"tensor": 2}, {}),
         ("zero3", {"pipeline": 2}, {}),
+        ("zero2", {"context": 2}, {}),
+        ("ddp", {"expert": 2}, EXPERTS),
+    ],
+)
+def test_virtual_ranks_have_the_same_bits_on_any_number_of_replicas(
+    ranks: Any,
+    dataset: str,
+    tmp_path: Path,
+    one_rank: Run,
+    strategy: str,
+    mesh: dict[str, int],
+    model: dict[str, Any],
+) -> None:
+    """On the fewest replicas and undisturbed; and on two as many, which lose a rank, then as few, then more again. The samples are
+    those of one rank without a mesh."""
+    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", "ddp", model, PARTS, **mesh)
+    assert undisturbed.train(2) == "finished"
+    changing = Run(ranks, dataset, tmp_path / "changing", strategy, model, PARTS, **mesh)
+    changing.die([Kill(rank=3, step=5, phase="update").model_dump(mode="json")], guilty=3, world=4)
+    assert [changing.train(2, until=8), changing.train(4)] == ["paused", "finished"]
+    assert {row["world_size"] for row in changing.rows()} == {2, 4}
+    assert_same(changing, undisturbed)
+    assert [r["samples_hash"] for r in changing.rows()] == [r["samples_hash"] for r in one_rank.rows()]
+
+
+@pytest.mark.parametrize(("parts", "strategy"), [(4, "zero1"), (8, "zero3")])
+def test_fifty_steps_on_a_random_schedule_of_ranks(
+    ranks: Any, dataset: str, tmp_path: Path, parts: int, strategy: str
+) -> None:
+    """Another number of ranks, 1 to 4, after each few steps: the losses, norms, samples and weights of one rank."""
+    draw, at, last = random.Random(parts), 0, 50
+    sections = {"train": {"virtual_ranks": parts, "micro_batch": 1, "steps": last}}
+    one = Run(ranks, dataset, tmp_path / "one", "ddp", {}, sections)
+    assert one.train(1, until=last) == "finished"
+    changing = Run(ranks, dataset, tmp_path / "changing", strategy, {}, sections)
+    while at < last:
+        at = min(at + draw.randint(5, 15), last)
+        assert changing.train(draw.randint(1, 4), until=at) == ("finished" if at == last else "paused")
+    rows = changing.rows()
+    assert [row["step"] for row in rows] == list(range(1, last + 1))
+    assert len({row["world_size"] for row in rows}) > 2
+    assert exact(rows) == exact(one.rows())
+    assert weights(changing.dir, last) == weights(one.dir, last)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "model"),
+    [
+        ("zero1", {"tensor": 2}, {}),
+        ("zero3", {"pipeline": 2}, {}),
         ("ddp", {"tensor": 2, "pipeline": 2}, {}),
         ("zero2", {"expert": 4}, EXPERTS),
         ("zero3", {"context": 2}, {}),

@@ -179,3 +179,33 @@ def test_a_finished_run_is_extended(ranks: Any, dataset: str, tmp_path: Path, wo
     assert f"from {first[-1]['lr']:.3g} at step 6 to {more[0]['lr']:.3g} at step 7" in told
     for failed in ranks.run(extended, world, dataset, str(tmp_path), 3, 11):
         assert isinstance(failed, SpecChanged)
+
+
+def spaced(rank: Rank, dataset: str, root: str) -> list[int]:
+    """Sixty steps with `checkpoint.every: auto`, and a failure expected at once: the steps trained, as seen by rank 0."""
+    spec = JobSpec.model_validate(
+        {
+            "data": {"path": dataset},
+            "model": {"layers": 1, "width": 16, "heads": 2, "context": 8},
+            "train": {"steps": 60, "global_batch": 4, "micro_batch": 2},
+            "checkpoint": {"every": "auto", "mtbf_h": 1e-6, "keep": 60},
+            "eval": {"every": None},
+        }
+    )
+    steps: list[int] = []
+
+    def push(new: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
+        steps.extend(record["step"] for record in new)
+
+    train(Job(spec, RunDir(f"{root}/run"), dataset), rank, MonitorChannel(push, lambda: None) if rank.first else None)
+    return steps
+
+
+def test_checkpoints_as_far_apart_as_loses_least(ranks: Any, dataset: str, tmp_path: Path) -> None:
+    """Two ranks that measure different times save at the same steps, which rank 0 chooses: the first two before a cost is known,
+    and the last one at the end."""
+    steps, _ = run(ranks, spaced, 2, dataset, str(tmp_path))
+    assert steps == list(range(1, 61))
+    committed = RunDir(tmp_path / "run").committed()
+    assert committed[:2] == [10, 20]
+    assert committed[-1] == 60

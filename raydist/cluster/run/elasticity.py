@@ -204,8 +204,8 @@ class Elasticity:
 
     @property
     def _unfit(self) -> set[str]:
-        """Ids of the nodes that are lost or excluded."""
-        return {*self._avoid, *self._excluded}
+        """Ids of the nodes that are lost or excluded, or that the job may not use."""
+        return {*self._avoid, *self._excluded, *nodes.unusable(self._cluster.resources)}
 
     def _end_attempt(self, action: str, because: str) -> None:
         self._monitor.say("decision", action=action, because=f"{because}: one checkpoint, then a new attempt")

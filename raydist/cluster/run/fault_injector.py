@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from raydist import faults
+from raydist.cluster.leave import drain
 from raydist.cluster.run.monitor_client import MonitorClient
 from raydist.errors import StorageError
 from raydist.records import Event
@@ -71,7 +72,7 @@ class DriverInjector:
             ray.kill(self._monitor.actor, no_restart=False)
             self._await_monitor()
         elif note["fault"] == "drain":
-            self._drain(note["node_ip"], float(note["asked"]["deadline_s"]))
+            drain(self._address, note["node_ip"], float(note["asked"]["deadline_s"]), "an injected fault")
 
     def _await_monitor(self) -> None:
         """Waits until the monitor answers again, so that the next events are not lost. Training does not need it: no error if
@@ -87,16 +88,3 @@ class DriverInjector:
                 return
             except (RayError, TimeoutError):
                 time.sleep(_AGAIN_S)
-
-    def _drain(self, node_ip: str, deadline_s: float) -> None:
-        """Does the same as `ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION`."""
-        import ray
-
-        from raydist.cluster.ray_private import GcsClient, autoscaler_pb2
-
-        until_ms = int((time.time() + deadline_s) * 1000)
-        gcs = GcsClient(address=self._address)
-        for node in ray.nodes():
-            if node["Alive"] and node["NodeManagerAddress"] == node_ip:
-                reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-                gcs.drain_node(node["NodeID"], reason, "an injected fault", until_ms)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from raydist.records import Event
@@ -16,6 +18,7 @@ from raydist.records import Event
 _ANSWER_S = 30.0
 _SNAPSHOT_S = 5.0
 _AGAIN_S = 0.5
+_LOOK_S = 0.25
 
 
 class MonitorClient:
@@ -23,6 +26,8 @@ class MonitorClient:
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
+        self.lost: Callable[[], bool] = lambda: False
+        """Whether no actor can be called any more: then no call waits."""
         self._unsent: list[dict[str, Any]] = []
         self._sending = threading.Lock()
 
@@ -81,9 +86,16 @@ class MonitorClient:
     def _ask(self, method: Any, *args: Any, timeout_s: float = _ANSWER_S) -> Any:
         """The monitor's answer; None if it does not answer: training continues without it."""
         import ray
-        from ray.exceptions import RayError
+        from ray.exceptions import GetTimeoutError, RayError
 
+        deadline = time.monotonic() + timeout_s
         try:
-            return ray.get(method.remote(*args), timeout=timeout_s)
+            asked = method.remote(*args)
+            while not self.lost():
+                with suppress(GetTimeoutError):
+                    return ray.get(asked, timeout=max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+                if time.monotonic() > deadline:
+                    break
         except (RayError, TimeoutError):
-            return None
+            pass
+        return None

@@ -122,6 +122,7 @@ class Supervisor:
         injector = DriverInjector(run, monitor, session.address) if request.faults else None
         head = PrivateHead(session.address, session.processes) if session.processes else HeadMonitor(session.address)
         outage = HeadOutage(head, spec.recovery.head_timeout, run)
+        monitor.lost = lambda: outage.cut_off
         attempts = RestartLoop(
             request, elasticity, monitor, stop_request, outage, injector, private=private, keeps=slot is not None
         )

@@ -58,6 +58,7 @@ class Host:
             self._memory,
             self._shm,
             self._disk,
+            self._pressure,
             self._interface,
             self._remote,
             self._tcp,
@@ -109,6 +110,10 @@ class Host:
             if name in self._disks:
                 read, written = read + int(counts[2]), written + int(counts[6])
         return {"disk_read_bytes": read * _SECTOR_BYTES, "disk_write_bytes": written * _SECTOR_BYTES}
+
+    def _pressure(self) -> dict[str, Any]:
+        # some avg10=0.00 avg60=0.00 avg300=0.00 total=MICROSECONDS
+        return {"disk_waited_seconds": int(self._text("proc/pressure/io").split()[4].partition("=")[2]) / 1e6}
 
     def _interface(self) -> dict[str, Any]:
         if self._nic is None:

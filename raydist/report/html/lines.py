@@ -100,7 +100,7 @@ def chart(
         tag("path", class_="cross", d=""),
         viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
         role="img",
-        data_lines=_hover(shown, x_form, form, x_name),
+        data_lines=_hover(shown, (low, high), x_form, form, x_name),
     )
     head = tag("figcaption", title, tag("span", f" {unit}{', log scale' if log else ''}", class_="unit"))
     names = [
@@ -214,8 +214,8 @@ def _first(values: NDArray[Any]) -> NDArray[np.bool_]:
     return np.append(True, values[1:] != values[:-1])[: len(values)]
 
 
-def _hover(shown: Sequence[_Shown], x_form: Form, form: Form, x_name: str) -> str:
-    """JSON for the script: the position of each column, its x, and the values of each series."""
+def _hover(shown: Sequence[_Shown], ends: tuple[float, float], x_form: Form, form: Form, x_name: str) -> str:
+    """JSON for the script: the ends of the x axis, the position of each column, its x, and the values of each series."""
     columns: dict[int, list[float]] = {}
     texts: list[dict[int, str]] = []
     for one in shown:
@@ -232,6 +232,8 @@ def _hover(shown: Sequence[_Shown], x_form: Form, form: Form, x_name: str) -> st
     labels = [(x_form(columns[c][0]), x_form(columns[c][1])) for c in order]
     data = {
         "box": [LEFT, TOP, RIGHT, BOTTOM],
+        "ends": ends,
+        "of": x_name,
         "x": [round(columns[c][2], 1) for c in order],
         "at": [f"{x_name} {first if first == last else f'{first} to {last}'}".strip() for first, last in labels],
         "series": [

@@ -73,7 +73,7 @@ def _cell(column: int, cell: Child, look: str | None, name: str) -> Markup:
 
 def folded(title: str, text: str) -> Markup:
     """Preformatted text that is shown on a click."""
-    return tag("details", tag("summary", title), tag("pre", text))
+    return tag("details", tag("summary", title), tag("pre", text, tabindex="0"))
 
 
 def missing(text: str) -> Markup:

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from raydist.report import text
-from raydist.report.heatmap_data import SLOW, Grid
+from raydist.report.heatmap_data import Grid
 from raydist.report.html import axes, heatmap
 from raydist.report.html.lines import Mark
 from raydist.report.html.page import missing, table
@@ -109,11 +109,9 @@ def slowness(report: Report) -> Markup | list[Markup | None]:
         legend=[(-_SPREAD, "0.5"), (0.0, "1"), (_SPREAD, "2")],
         about="compute time of each rank per step, relative to the median of all ranks in the same steps",
     )
-    slow = [
-        f"rank {one['rank']}: {one['factor']:.2f} times the median in steps {one['first_step']:,} to {one['last_step']:,}"
-        for one in facts["slow"]
-    ]
-    found = "; ".join(slow) if slow else f"No rank computed {SLOW:g} times as long as the median for some time"
+    slow = [one["what"] for one in facts["slow"]]
+    more = [f"and {len(slow) - _LISTED} more"] if len(slow) > _LISTED else []
+    found = "; ".join(slow[:_LISTED] + more) if slow else "No rank was found to be slow (`raydist doctor`)"
     words = (
         "The other ranks wait in collectives for the orange ranks; waiting does not count as computing. "
         f"For an even number of ranks, the median is the lower of the two in the middle.{_shared(grid)}"

@@ -61,7 +61,7 @@ def parts(report: Report, view: curves.View | None = None) -> dict[str, Markup]:
         "goodput": ("Where the time went", _goodput(report)),
         "training": ("Training", curves.charts(report, view)),
         "ranks": ("Ranks", heat),
-        "communication": ("Communication", _communication(facts)),
+        "communication": ("Communication", [_gradients(facts["gradients"]), _communication(facts)]),
         "incidents": ("Incidents", _incidents(facts)),
         "attempts": ("Attempts", _attempts(facts)),
         **({"spec": ("Spec", folded("the job, resolved", report.spec))} if report.spec else {}),
@@ -96,7 +96,7 @@ def _percent(share: float | None) -> str:
 
 def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     total = facts["total_steps"]
-    versions = {name: version for name, version in facts["versions"].items() if name != "report"}
+    versions = {name: version for name, version in facts["versions"].items() if name != "report" and version}
     ran = text.span(facts["wall_seconds"]) if facts["wall_seconds"] else "-"
     found = [
         ("steps", f"{facts['steps']:,}", f"of {total:,}" if total else ""),
@@ -140,6 +140,30 @@ def _goodput(report: Report) -> list[Markup | None]:
     )
     unread = missing(facts["not_read"]) if facts["not_read"] else None
     return [tag("p", words), bars.chart("shares of the run's time", parts, pieces), unread]
+
+
+def _gradients(sent: dict[str, Any]) -> list[Markup]:
+    """How gradients were sent, where that was not torch's way."""
+    said = []
+    if chosen := sent["chosen"]:
+        said.append(f"Chosen by trial passes: {chosen['because']}.")
+    if made := sent["compressed"]:
+        error = (
+            f"; half of the steps lost more than {made['error']:.1%} of what they sent"
+            if made["error"] is not None
+            else ""
+        )
+        plain = made["bytes"] + made["saved_bytes"]
+        share = made["bytes"] / plain if plain else 1.0
+        said.append(
+            f"Compressed gradients: rank 0 sent {text.size(made['bytes'])}, {share:.1%} of a ring in fp32{error}."
+        )
+    if outer := sent["outer"]:
+        said.append(
+            f"Replicas trained apart: {outer['local_steps']:,} local steps, {outer['syncs']:,} outer steps that arrived; for these "
+            f"rank 0 sent {text.size(outer['bytes'])} and waited {text.span(outer['waited_seconds'])}."
+        )
+    return [tag("p", line) for line in said]
 
 
 def _communication(facts: dict[str, Any]) -> Markup | list[Markup]:

@@ -36,10 +36,10 @@ def adjusted(base: JobSpec, point: Point, equal: Literal["tokens", "steps"]) -> 
     if equal == "tokens" and now != before:
         if base.train.steps is not None:
             fields["train.steps"] = -(-base.train.steps * before // now)
-        cadences = {"eval.every": base.eval.every, "checkpoint.every": base.checkpoint.every}
+        cadences: dict[str, Any] = {"eval.every": base.eval.every, "checkpoint.every": base.checkpoint.every}
         if base.optim.schedule.warmup >= 1 and "optim.schedule" not in point:
             cadences["optim.schedule.warmup"] = int(base.optim.schedule.warmup)
-        fields |= {name: max(1, round(n * before / now)) for name, n in cadences.items() if n is not None}
+        fields |= {name: max(1, round(n * before / now)) for name, n in cadences.items() if isinstance(n, int)}
     if now != before and base.eval.every is not None and "eval.batches" not in point:
         fields["eval.batches"] = -(-base.eval.batches * before // now)
         if (base.eval.batches * before) % now:

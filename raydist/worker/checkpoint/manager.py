@@ -19,6 +19,7 @@ from torch import Tensor
 
 from raydist.checkpoint import base_weights
 from raydist.checkpoint.base_weights import BASE
+from raydist.checkpoint.interval import CheckpointInterval
 from raydist.checkpoint.mirrors import Mirrors
 from raydist.checkpoint.source import MODEL, differences, others, split, untied, weights_of
 from raydist.data.batches import Cursor
@@ -229,6 +230,7 @@ class CheckpointManager:
         )
         self._memory_store: MemoryCheckpointer | None = None
         every, resumed = job.spec.snapshot_every, self._progress.step
+        self._interval = CheckpointInterval(spec.every, resumed, spec.mtbf_h * 3600 / self._rank.world_size)
         if job.memory_store is not None and every is not None:
             # A restart from memory must find the records of the steps before it.
             before_commit = reporter.require_flush if reporter else None
@@ -249,8 +251,13 @@ class CheckpointManager:
         collective."""
         return self._memory_store.vote(self._progress.step, due) if self._memory_store else 0.0
 
+    def due(self, step: int, ending: bool) -> bool:
+        """Whether a checkpoint is saved after `step`, with which the run ends or not. No collective; all ranks have one answer."""
+        return self._interval.due(step, ending)
+
     def stepped(self, seconds: float, unusual: bool) -> None:
         """A step took so many seconds; `unusual`: it had other work than most steps. No collective."""
+        self._interval.stepped(seconds, unusual)
         if self._memory_store:
             self._memory_store.stepped(seconds, unusual or self._saver.busy)
 
@@ -266,6 +273,8 @@ class CheckpointManager:
         """
         self._saving = True
         step, loss = self._progress.step, self._progress.eval_loss
+        if self._interval.every == "auto" and not ending:
+            self._interval.next = gather_json(self._interval.after(step), self._rank.control)[0]
         if not self._saver.start(step, *self._capture(), last=ending):
             return
         if self._memory_store:
@@ -324,4 +333,5 @@ class CheckpointManager:
             self._reporter.event(event)
             if event.kind == "checkpoint_saved":
                 self._committed.append(int(event.data["step"]))
+                self._interval.saved(float(event.data["seconds"]), float(event.data["stall_seconds"]))
                 self._replicas.committed()

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from raydist import faults
 from raydist.storage import Sink, Storage
 
-_ERRNO = {"disk_full": errno.ENOSPC, "read_only": errno.EROFS, "storage_gone": errno.EIO}
+_ERRNO = {"disk_full": errno.ENOSPC, "read_only": errno.EROFS, "storage_gone": errno.EIO, "stale_storage": errno.ESTALE}
 _OPERATIONS = {"disk_full": {"write"}, "read_only": {"write", "delete"}}
 
 
@@ -54,6 +55,12 @@ class Illness:
                     return active.fault
         return None
 
+    def wait(self, fault: faults.StorageFault) -> None:
+        """Returns once this fault is over."""
+        with self._lock:
+            ends = [active.until for active in self._active if active.fault is fault and active.until is not None]
+        time.sleep(max(0.0, max(ends, default=0.0) - time.monotonic()))
+
 
 class _FaultyStorage(Storage):
     """A Storage with injected faults; without an active one it works as usual."""
@@ -67,6 +74,13 @@ class _FaultyStorage(Storage):
         fault = self._ill.met(operation)
         if isinstance(fault, faults.SlowStorage):
             time.sleep(fault.delay)
+        elif isinstance(fault, faults.HangingStorage):
+            self._ill.wait(fault)
+        elif isinstance(fault, faults.UnmountedStorage):
+            if operation == "write":
+                raise self._failed(
+                    operation, name, FileNotFoundError("its run's folder is gone; is its file system mounted?")
+                )
         elif fault is not None and not isinstance(fault, faults.DiskFull):
             raise self._failed(operation, name, OSError(_ERRNO[fault.fault], ""))
         return fault
@@ -82,29 +96,38 @@ class _FaultyStorage(Storage):
             raise self._failed("write", name, OSError(errno.ENOSPC, ""))
         return super().write_new(name, data)
 
+    def appendable(self, name: str) -> Path:
+        self._meet("write", name)
+        return super().appendable(name)
+
     def read(self, name: str) -> bytes:
-        self._meet("read", name)
+        if isinstance(self._meet("read", name), faults.UnmountedStorage):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return super().read(name)
 
     def open(self, name: str) -> Any:
-        self._meet("read", name)
+        if isinstance(self._meet("read", name), faults.UnmountedStorage):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return super().open(name)
 
     def _info(self, name: str) -> Any:
-        self._meet("read", name)
-        return super()._info(name)
+        found = super()._info(name)
+        if isinstance(self._meet("read", name), faults.UnmountedStorage):
+            return type(found)(self.path(name), type=self._type.NotFound)
+        return found
 
     def _list(self, folder: str, recursive: bool, unfinished: bool = False) -> Iterator[tuple[str, Any]]:
-        self._meet("read", folder)
+        if isinstance(self._meet("read", folder), faults.UnmountedStorage):
+            return iter(())
         return super()._list(folder, recursive, unfinished)
 
     def delete(self, name: str) -> None:
-        self._meet("delete", name)
-        super().delete(name)
+        if not isinstance(self._meet("delete", name), faults.UnmountedStorage):
+            super().delete(name)
 
     def delete_empty(self, folder: str) -> None:
-        self._meet("delete", folder)
-        super().delete_empty(folder)
+        if not isinstance(self._meet("delete", folder), faults.UnmountedStorage):
+            super().delete_empty(folder)
 
 
 class _FullDisk:

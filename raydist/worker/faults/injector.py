@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -27,11 +28,11 @@ from raydist import faults, registry
 from raydist.checkpoint import manifest
 from raydist.data.batches import Batches, StepBatch
 from raydist.faults import Fault
-from raydist.ipc import AGENT_PID
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import RunDir
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
+from raydist.worker.faults import InjectedError, host_pressure, run_processes
 from raydist.worker.faults.faulty_storage import Illness, ill_storage
 from raydist.worker.parallel._model_graph import plain_name
 
@@ -39,10 +40,7 @@ _WAIT_S = 60.0
 """The time to wait for the driver to inject a fault, and for the commit of a checkpoint to damage."""
 _POLL_S = 0.02
 _HOG_BYTES = 64 << 20
-
-
-class InjectedError(Exception):
-    """Raised by `fault: raise`, like a bug in the user's code; also if a fault cannot be injected."""
+_FEW = 8
 
 
 class Injector:
@@ -65,6 +63,11 @@ class Injector:
         self._slow: list[tuple[int, float]] = []
         """(last step, seconds) of slow ranks."""
         self._slept = 0
+        self._lasting: threading.Thread | None = None
+        """Ends with the lack of descriptors, in which no note can be written."""
+        self._slow_data: list[tuple[int, float]] = []
+        self._garbage: list[tuple[int, list[Any]]] = []
+        """(last step, objects that are kept) of faults of the garbage collector."""
         self._ill = Illness()
         if any(isinstance(fault, faults.StorageFault) for _, fault in self._due):
             run.storage = ill_storage(run.full_uri, self._ill)
@@ -89,9 +92,10 @@ class Injector:
                     if not self._claim(name, fault):
                         continue
                     if isinstance(fault, faults.SlowData):
-                        time.sleep(fault.seconds)
+                        self._slow_data.append((step + fault.steps - 1, fault.seconds))
                     else:
                         threading.Event().wait()
+            time.sleep(sum(seconds for last, seconds in self._slow_data if step <= last))
             return made(batch)
 
         return slowly
@@ -110,9 +114,14 @@ class Injector:
         if phase == "forward" and self._slept != step:
             self._slept = step
             time.sleep(sum(seconds for last, seconds in self._slow if step <= last))
+            self._garbage = [one for one in self._garbage if step <= one[0]]
+            if self._garbage:
+                gc.collect()
 
     def _claim(self, name: str, fault: Fault) -> str | None:
         """Writes the note of a fault, which is durable before the fault happens; None if it has happened `times` times."""
+        if self._lasting is not None:
+            self._lasting.join()
         rank = self._rank
         body = {
             "fault": fault.fault,
@@ -145,6 +154,14 @@ class Injector:
                 raise InjectedError(message)
             case faults.Suspend():
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case faults.Pause(seconds=stop, gap=gap, stops=stops):
+                host_pressure.pause(stop, gap, stops)
+            case faults.CpuHog(seconds=hog, processes=processes):
+                host_pressure.hog(hog, processes)
+            case faults.CpuQuota(seconds=held, cpus=cpus):
+                host_pressure.quota(held, cpus)
+            case faults.Garbage(objects=objects, steps=steps):
+                self._garbage.append((fault.step + steps - 1, [[] for _ in range(objects)]))
             case faults.HoldGil(seconds=seconds):
                 _hold_gil(seconds)
             case faults.Deadlock():
@@ -156,9 +173,17 @@ class Injector:
             case faults.MemoryHog(limit_mb=limit_mb):
                 _hog(limit_mb)
             case faults.KillAgent():
-                _agent().kill()
+                run_processes.find("agent", fault.fault).kill()
             case faults.KillNode():
-                _kill_node()
+                run_processes.kill_node(fault.fault)
+            case faults.KillProcess(process=process):
+                run_processes.find(process, fault.fault).kill()
+            case faults.SuspendProcess(process=process, seconds=seconds):
+                run_processes.suspend(run_processes.find(process, fault.fault), seconds)
+            case faults.NoDescriptors(seconds=lasting):
+                self._lasting = _open_all(lasting)
+            case faults.ClockJump(seconds=ahead):
+                _jump(ahead)
             case faults.BadNumber() | faults.LossSpike():
                 self._tampering = fault
             case faults.FlipBit(parameter=parameter, bit=bit):
@@ -291,32 +316,32 @@ def _hog(limit_mb: int | None) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _agent() -> psutil.Process:
-    """The agent: the process that started the fork server of this rank."""
-    if AGENT_PID not in os.environ:
-        raise InjectedError("kill_agent: this rank has no agent")
-    return psutil.Process(int(os.environ[AGENT_PID]))
+def _open_all(seconds: float) -> threading.Thread:
+    """Opens files until no descriptor is left. Returns a thread that closes them after that time."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    full = threading.Event()
+    held: list[int] = []
+
+    def close() -> None:
+        full.wait()
+        time.sleep(seconds)
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    closer = threading.Thread(target=close, name="raydist-fault", daemon=True)
+    closer.start()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + _FEW, before[1]))
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.open("/dev/null", os.O_RDONLY))
+    full.set()
+    return closer
 
 
-def _kill_node() -> None:
-    above = _agent().parents() if AGENT_PID in os.environ else []
-    raylet = next((p for p in above if p.name() == "raylet"), None)
-    if raylet is None:
-        raise InjectedError("kill_node: no parent process of this rank is a raylet")
-    # All are stopped before any is killed: none starts another one that is not in the list, or reports an exit. The parents of this
-    # process are killed last, and are not stopped. The uppermost is the first of them: the kernel ends all below it.
-    raylet.suspend()
-    parents = [p for p in psutil.Process().parents() if raylet in p.parents()]
-    others: set[psutil.Process] = set()
-    while new := set(raylet.children(recursive=True)) - others - {psutil.Process(), *parents}:
-        others |= new
-        for process in new:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
-    for process in (*others, raylet, *reversed(parents)):
-        with contextlib.suppress(psutil.NoSuchProcess):  # some exit with others
-            process.kill()
-    os.kill(os.getpid(), signal.SIGKILL)
+def _jump(seconds: float) -> None:
+    now = time.time
+    time.time = lambda: now() + seconds
 
 
 def _near(name: str, named: Mapping[str, object]) -> str:

@@ -23,6 +23,7 @@ from raydist.records import Event
 from raydist.run.telemetry_schema import PHASES
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.collective_counters import CollectiveCounters
+from raydist.worker.metrics.held import HeldClock
 from raydist.worker.step_hooks import StepHook
 
 
@@ -43,8 +44,8 @@ class Telemetry(StepHook):
     ) -> None:
         self._run_uri, self._rank, self._heartbeat, self._tell = run_uri, rank, heartbeat, tell
         self._interval_s = interval_s
-        self.memory: Callable[[], Mapping[str, int | None]] | None = None
-        """Returns the columns of this rank's memory; None until the loop sets it."""
+        self.sources: list[Callable[[], Mapping[str, float | None]]] = []
+        """Each returns more columns of this rank's row: the loop adds memory, loader and hooks."""
         self._who: dict[str, Any] = {
             "kind": "rank",
             "host": socket.gethostname(),
@@ -59,6 +60,7 @@ class Telemetry(StepHook):
         self._reported_problem = False
         self._collecting_since, self._gc_seconds = 0.0, 0.0
         self._ended = threading.Event()
+        self._clock: HeldClock | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Telemetry:
@@ -91,6 +93,8 @@ class Telemetry(StepHook):
         made: dict[str, Any] = {"at": time.time(), **self._who, "step": self._heartbeat.number}
         made |= {f"{phase}_seconds": spent[phase] for phase in PHASES}
         made["gc_seconds"] = self._gc_seconds
+        if self._clock is not None and self._clock.seconds is not None:
+            made["held_seconds"] = self._clock.seconds
         for op, total in (self._comm.totals() if self._comm is not None else {}).items():
             made |= {
                 f"{op}_count": total.count,
@@ -99,8 +103,8 @@ class Telemetry(StepHook):
                 f"{op}_seconds": total.seconds,
                 f"{op}_exposed_seconds": total.exposed_seconds,
             }
-        if self.memory is not None:
-            made |= {name: value for name, value in self.memory().items() if value is not None}
+        for source in self.sources:
+            made |= {name: value for name, value in source().items() if value is not None}
         return made
 
     def _collecting(self, phase: str, info: dict[str, Any]) -> None:
@@ -117,10 +121,12 @@ class Telemetry(StepHook):
             self._tell(Event("note", time.time(), {"text": text}))
 
     def _write_rows(self) -> None:
+        assert self._interval_s is not None
+        self._clock = HeldClock()
         try:
             mailbox = Mailbox(self._run_uri, self._rank.node_ip, self._rank.rank)
             try:
-                while not self._ended.wait(self._interval_s):
+                while not self._clock.wait(self._ended, self._interval_s):
                     mailbox.write(self.row())
                     self._report_problem()
             finally:
@@ -128,3 +134,5 @@ class Telemetry(StepHook):
         except OSError as error:
             text = f"rank {self._rank.rank} cannot report memory and communication to its node: {error}"
             self._tell(Event("note", time.time(), {"text": text}))
+        finally:
+            self._clock.close()

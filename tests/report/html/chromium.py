@@ -6,6 +6,7 @@ import base64
 import fcntl
 import json
 import os
+import re
 import select
 import subprocess
 import time
@@ -119,6 +120,19 @@ class Chromium:
         found = self.page("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
+
+    def until(self, true: str) -> None:
+        """Waits for an expression to be true, also across pages that follow one another."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                if self.value(true):
+                    return
+            except AssertionError as error:  # the page has just been replaced by the next one
+                if not re.search("navigated|context", str(error)):
+                    raise
+            assert time.monotonic() < deadline, (true, self.complaints)
+            time.sleep(0.1)  # another process answers the page
 
     def point(self, x: float, y: float) -> None:
         """Moves the pointer."""

@@ -30,6 +30,7 @@ from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
 from raydist.worker.lora import A, B
 from raydist.worker.step import TrainStep
+from tests.exact import weights as whole
 from tests.training import run
 from tests.worker.model.families import theirs
 from tests.worker.test_lora import CHANGES
@@ -156,17 +157,19 @@ def newest(folder: Path, world: int, after: int = 0) -> dict[str, Any]:
     return {"folder": str(folder), "step": found.copy.step, "manifest": found.copy.manifest}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize(("strategy", "virtual_ranks"), [("ddp", None), ("zero2", 3), ("zero3", None)])
 def test_a_killed_rank_costs_the_steps_since_the_last_copy(
-    ranks: Any, dataset: str, tmp_path: Path, folder: Path, strategy: str
+    ranks: Any, dataset: str, tmp_path: Path, folder: Path, strategy: str, virtual_ranks: int | None
 ) -> None:
     """SIGKILL of rank 1 in step 8: the run resumes from the snapshot of step 6, not the checkpoint of 4, with the bits of an
-    undisturbed run.
+    undisturbed run; with virtual ranks of one on one rank.
 
     Then SIGKILL of rank 1 in step 7: the restarted ranks have not overwritten the snapshot of step 6.
     """
     spec = spec_of(dataset, strategy)
-    expected, _ = run(ranks, trained, 2, spec, str(tmp_path / "calm"), None, 1)[0]
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"virtual_ranks": virtual_ranks})})
+    calm = 2 if virtual_ranks is None else 1
+    expected, _ = run(ranks, trained, calm, spec, str(tmp_path / "calm"), None, 1)[0]
     path = tmp_path / "killed"
     died = ranks.run(trained, 2, spec, str(path), {"folder": str(folder)}, 1, (1, 8))
     assert isinstance(died[1], ChildProcessError)
@@ -181,7 +184,9 @@ def test_a_killed_rank_costs_the_steps_since_the_last_copy(
     assert [(e["step"], e["source"]) for e in events if e["kind"] == "resumed"] == [(6, "memory")]
     assert [s["step"] for s in steps] == [7, 8, 9]
     assert exact(steps) == exact(expected)[6:]
-    assert weights(path) == weights(tmp_path / "calm")
+    if virtual_ranks is None:
+        assert weights(path) == weights(tmp_path / "calm")
+    assert whole(RunDir(path), STEPS) == whole(RunDir(tmp_path / "calm"), STEPS)
     assert RunDir(path).lineage().begun == {1: 0, 2: 6, 3: 6}
 
 

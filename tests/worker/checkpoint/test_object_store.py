@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -53,3 +57,77 @@ def test_an_upload_that_fails_leaves_no_object(s3: Any) -> None:
     assert not storage.exists("file")
     storage.write("file", b"all of it")
     assert storage.read("file") == b"all of it"
+
+
+class Proxy:
+    """In front of the server; `mode`: "" passes everything on, "busy" answers 503 (Slow Down), "cut" closes the connection of an
+    upload after its first kilobyte."""
+
+    BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+    def __init__(self, server: str) -> None:
+        self.mode, self.hit = "", 0
+        host, port = server.rsplit(":", 1)
+        self._server = host, int(port)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.place = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Accepts no more connections."""
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._serve, args=(self._listening.accept()[0],), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client, socket.create_connection(self._server) as server:
+            threading.Thread(target=self._back, args=(server, client), daemon=True).start()
+            passed = 0
+            while data := client.recv(1024):
+                if self.mode == "busy":
+                    self.hit += 1
+                    client.sendall(self.BUSY)
+                    return
+                passed += len(data)
+                if self.mode == "cut" and passed > 1024:
+                    self.hit += 1
+                    return
+                server.sendall(data)
+
+    def _back(self, server: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(65536):
+                client.sendall(data)
+
+
+@pytest.fixture
+def proxied(s3: Any, mode: str) -> Iterator[tuple[Proxy, str]]:
+    """A proxy, and the URI of a folder behind it."""
+    uri = s3.uri(f"runs/{mode}")
+    server = uri.partition("endpoint_override=")[2].partition("&")[0]
+    proxy = Proxy(server)
+    yield proxy, uri.replace(server, proxy.place)
+    proxy.close()
+
+
+@pytest.mark.parametrize("mode", ["busy", "cut"])
+def test_a_server_that_is_busy_or_cut_off(kit: Any, proxied: tuple[Proxy, str], mode: str) -> None:
+    """503 for every request, and uploads that are cut: the save fails, nothing of it is committed, and the next one works."""
+    proxy, uri = proxied
+    one = kit.OneRank(uri, asynchronous=True)
+    one.save(1)
+    assert one.saver.wait()
+    proxy.mode = mode
+    one.save(2)
+    one.saver.wait()
+    proxy.mode = ""
+    assert proxy.hit > 0
+    assert one.run.committed() == [1]
+    one.save(3)
+    assert one.saver.wait()
+    one.saver.close()
+    assert one.run.committed() == [1, 3]
+    assert [manifest.verify(one.run, step) for step in (1, 3)] == [[], []]

@@ -4,11 +4,16 @@ from outside."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -16,20 +21,30 @@ from torch import nn
 from raydist import faults
 from raydist.errors import StorageError
 from raydist.faults import (
+    ClockJump,
     DiskFull,
     Fault,
     FlipBit,
+    Garbage,
+    HangingStorage,
     KillAgent,
     KillNode,
+    KillProcess,
+    NoDescriptors,
     Raise,
     ReadOnly,
     SlowRank,
     SlowStorage,
+    StaleStorage,
     StorageGone,
+    SuspendProcess,
+    UnmountedStorage,
 )
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import RunDir
-from raydist.worker.faults.injector import InjectedError, Injector
+from raydist.worker.faults import InjectedError, run_processes
+from raydist.worker.faults.injector import Injector
+from tests.processes import command_line
 from tests.training import alone
 
 
@@ -128,6 +143,7 @@ def refused(act: Callable[[], object]) -> str | None:
         (DiskFull(step=2, operations=1), errno.ENOSPC, True, False, False),
         (ReadOnly(step=2, operations=1), errno.EROFS, True, False, True),
         (StorageGone(step=2, operations=1), errno.EIO, True, True, True),
+        (StaleStorage(step=2, operations=1), errno.ESTALE, True, True, True),
     ],
 )
 def test_storage_fails_as_it_would(
@@ -174,10 +190,156 @@ def test_slow_storage_is_slow_for_its_time(tmp_path: Path, monkeypatch: pytest.M
     assert slept == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("fault", [KillAgent(rank=0, step=1), KillNode(rank=0, step=1)])
+def test_hanging_storage_answers_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation that begins in between waits for the rest of it, and then works."""
+    now, slept = [100.0], []
+    monkeypatch.setattr("raydist.worker.faults.faulty_storage.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raydist.worker.faults.faulty_storage.time.sleep", slept.append)
+    run = RunDir(tmp_path)
+    _, heartbeat = injector(run, HangingStorage(step=1, seconds=5.0))
+    heartbeat.step(1)
+    now[0] += 2.0
+    run.storage.write("a", b"1")
+    assert slept == [3.0]
+    now[0] += 3.1
+    assert run.storage.read("a") == b"1"
+    assert slept == [3.0]
+
+
+def test_unmounted_storage_is_an_empty_folder(tmp_path: Path) -> None:
+    """Nothing is there, nothing is written and nothing deleted; all is as before when it is back."""
+    run = RunDir(tmp_path)
+    run.storage.write("there", b"1")
+    _, heartbeat = injector(run, UnmountedStorage(step=1, operations=7))
+    heartbeat.step(1)
+    assert (run.storage.files(), run.storage.size("there"), run.storage.exists("there")) == ({}, None, False)
+    for act in (lambda: run.storage.write("a", b""), lambda: run.storage.write_new("b", b"")):
+        with pytest.raises(StorageError, match="its run's folder is gone"):
+            act()
+    with pytest.raises(FileNotFoundError):
+        run.storage.read("there")
+    run.storage.delete("there")
+    assert run.storage.files(unfinished=True) == {"there": 1}
+
+
+def test_no_descriptor_is_left_for_a_time(tmp_path: Path) -> None:
+    """EMFILE, and a save that fails with it leaves nothing; then all is as before."""
+    run = RunDir(tmp_path)
+    open_before = len(os.listdir("/proc/self/fd"))
+    _, heartbeat = injector(run, NoDescriptors(rank=0, step=1, seconds=0.3))
+    heartbeat.step(1)
+    heartbeat.enter("forward")
+    assert refused(lambda: run.storage.write("a", b"1")) == os.strerror(errno.EMFILE)
+    while refused(lambda: run.storage.write("a", b"1")) is not None:
+        pass
+    assert set(run.storage.files(unfinished=True)) == {"a"}
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_a_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unix time, of this process alone; the monotonic clock does not."""
+    monkeypatch.setattr(time, "time", before := time.time)
+    _, heartbeat = injector(RunDir(tmp_path), ClockJump(rank=0, step=1, seconds=-3600.0))
+    heartbeat.step(1)
+    now = time.monotonic()
+    heartbeat.enter("forward")
+    assert before() - 3700 < time.time() < before() - 3500
+    assert time.monotonic() - now < 1800
+
+
+def test_a_suspended_process_goes_on(tmp_path: Path) -> None:
+    """It is stopped, and continued by a process that does not belong to the rank."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            run_processes.suspend(psutil.Process(process.pid), 600)
+            while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                pass
+            (helper,) = [p for p in psutil.process_iter() if f"; kill -CONT {process.pid}" in command_line(p)]
+            assert os.getsid(helper.pid) != os.getsid(0)
+            while not (sleep := helper.children()):
+                pass
+            sleep[0].kill()  # its time is over
+            while psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                pass
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        KillAgent(rank=0, step=1),
+        KillNode(rank=0, step=1),
+        KillProcess(rank=0, step=1, process="gcs"),
+        SuspendProcess(rank=0, step=1, process="agent"),
+    ],
+)
 def test_nobody_elses_process_is_killed(tmp_path: Path, fault: Fault) -> None:
     """A rank that was not started by an agent or a raylet reports an error: its parent processes belong to the test."""
     _, heartbeat = injector(RunDir(tmp_path), fault)
     heartbeat.step(1)
     with pytest.raises(InjectedError, match=fault.fault):
         heartbeat.enter("forward")
+
+
+HOST = """
+import os
+from raydist.observe.hardware.cgroup import CpuGroups
+from raydist.worker.faults import InjectedError, host_pressure
+
+before = os.sched_getaffinity(0)
+end = host_pressure.hog(1000, 2)
+print(len(os.sched_getaffinity(0)), flush=True)
+input()
+end()
+assert os.sched_getaffinity(0) == before
+groups, own = CpuGroups(), os.getpid()
+try:
+    end = host_pressure.quota(1000, 0.05)
+except InjectedError as error:
+    print(error)
+    raise SystemExit
+while not groups.throttled_seconds(own):
+    pass
+end()
+print("held, and back" if not groups.throttled_seconds(own) else "still held")
+"""
+
+
+def test_the_pressure_of_a_host_ends() -> None:
+    """The hogs have the rank's only processor; the quota holds the process back, which then is in its group again. Nothing is left
+    when the process has ended."""
+    run = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdin is not None
+    assert run.stdout.readline() == "1\n"
+    hogs = psutil.Process(run.pid).children()
+    assert len(hogs) == 2
+    run.stdin.write("\n")
+    run.stdin.flush()
+    said = run.stdout.readline()
+    # In a container root may have no writable control groups.
+    assert said == "held, and back\n" or "it needs root and a writable" in said or "no control groups" in said
+    run.communicate(timeout=300)
+    _, alive = psutil.wait_procs(hogs, timeout=60)
+    assert not alive
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/raydist-fault-{run.pid}"))
+
+
+def test_garbage_is_collected_in_each_step(tmp_path: Path) -> None:
+    """Once in a step, of that many steps."""
+    collected: list[int] = []
+    _, heartbeat = injector(RunDir(tmp_path), Garbage(rank=0, step=2, objects=10, steps=3))
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            collected.append(1)
+
+    gc.callbacks.append(count)
+    try:
+        gc.disable()
+        steps(heartbeat, 1, 6)
+    finally:
+        gc.enable()
+        gc.callbacks.remove(count)
+    assert len(collected) == 3

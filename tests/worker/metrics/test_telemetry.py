@@ -34,7 +34,7 @@ def watched(rank: Rank, run_uri: str) -> Any:
     """Two steps of one all-reduce each: the row after each, and the rows left at the end."""
     heartbeat, rows = Heartbeat(), []
     with Telemetry(run_uri, rank, 3, heartbeat, 0.1, lambda event: None) as telemetry:
-        telemetry.memory = lambda: {"rss_bytes": 7, "allocated_bytes": None}
+        telemetry.sources.append(lambda: {"rss_bytes": 7, "allocated_bytes": None})
         for step in (1, 2):
             heartbeat.step(step)
             heartbeat.enter("backward")

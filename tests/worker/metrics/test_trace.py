@@ -81,7 +81,7 @@ def trained(
     attempt: int = 1,
     traced: bool = True,
     bad: int | None = None,
-    compress: str = "none",
+    comm: Any = None,
 ) -> tuple[list[tuple[float, float]], list[str], list[dict[str, Any]]]:
     """(loss and gradient norm of each step, remains of a trace, trace events) of this rank."""
     spec = JobSpec.model_validate(
@@ -92,7 +92,8 @@ def trained(
             "checkpoint": {"every": 2},
             "eval": {"every": None},
             "parallel": {"strategy": strategy},
-            "comm": {"compress": compress},
+            "comm": comm or {},
+            "cluster": {"workers": 2},
         }
     )
     place, known = RunDir(path), threading.Event()
@@ -132,7 +133,7 @@ def test_compressed_gradients_are_in_a_trace(ranks: Any, dataset: str, tmp_path:
     """What other threads send is there, as one exchange and one gather of a bucket in each step, with its bytes."""
     place = RunDir(tmp_path / "run")
     request = requests.ask_trace(place, 3, 600.0)
-    run(ranks, trained, 2, dataset, place.uri, "ddp", 1, True, None, "int8")
+    run(ranks, trained, 2, dataset, place.uri, "ddp", 1, True, None, {"compress": "int8"})
     data, _ = merge(place, requests.parts(place, request.number)[0])
     made = json.loads(gzip.decompress(data))["traceEvents"]
     for rank in (0, 1):
@@ -143,6 +144,18 @@ def test_compressed_gradients_are_in_a_trace(ranks: Any, dataset: str, tmp_path:
         gathers = found.pop("all_gather (7.0 KiB)")
         assert gathers in (2, 3)
         assert found == {"all_to_all (7.0 KiB)": 3}
+
+
+def test_outer_steps_are_in_a_trace(ranks: Any, dataset: str, tmp_path: Path) -> None:
+    """Of each of three steps its start, its exchange and its arrival, on both ranks."""
+    place = RunDir(tmp_path / "run")
+    request = requests.ask_trace(place, 3, 600.0)
+    run(ranks, trained, 2, dataset, place.uri, "ddp", 1, True, None, {"every": 1})
+    data, _ = merge(place, requests.parts(place, request.number)[0])
+    made = json.loads(gzip.decompress(data))["traceEvents"]
+    for rank in (0, 1):
+        found = Counter(e["name"] for e in made if e.get("pid") == rank and str(e["name"]).startswith("outer step"))
+        assert found == {f"outer step of fragment 0: {what}": 3 for what in ("start", "exchange", "arrival")}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

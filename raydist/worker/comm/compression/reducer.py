@@ -219,9 +219,10 @@ class _Call:
         self._sent.given = torch.linalg.vector_norm(values).square()
         return values
 
-    def _finish(self, of_sum: Tensor) -> None:
-        """`of_sum`: the sum of the contributions, in the shape of `into`."""
-        torch.mul(of_sum, self._owner._scale, out=self._into)
+    def _finish(self, of_sum: Tensor | None) -> None:
+        """`of_sum`: the sum of the contributions, in the shape of `into`; None: it is there."""
+        if of_sum is not None:
+            torch.mul(of_sum, self._owner._scale, out=self._into)
         self._owner.sent.append(self._sent)
         self._owner._done_at = time.perf_counter()
         self._piece.pending = None
@@ -273,8 +274,9 @@ class _Call:
         assert self._work is not None
         self._work.wait()
         total = piece.buffer("total", (1, piece.size), owner.device)
-        total.zero_()
-        compressor.add(piece.room["came"], total[0])
+        came = piece.room["came"]
+        compressor.decode(came[:1], total)
+        compressor.add(came[1:], total[0])
         if not self._gather:
             self._finish(total[0, : piece.row])
             return
@@ -295,8 +297,13 @@ class _Call:
         assert isinstance(compressor, Rows)
         assert self._work is not None
         self._work.wait()
+        gathered = piece.room["gathered"]
+        if owner._scale == 1.0 and self._into.numel() == owner.world * piece.size:  # no padding
+            compressor.decode(gathered, self._into.view(owner.world, piece.size))
+            self._finish(None)
+            return
         values = piece.buffer("result", (owner.world, piece.size), owner.device)
-        compressor.decode(piece.room["gathered"], values)
+        compressor.decode(gathered, values)
         self._finish(piece.body(values))
 
 

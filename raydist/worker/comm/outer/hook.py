@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.profiler import record_function
 
 from raydist.errors import UserError
 from raydist.spec import CommSpec
@@ -128,9 +129,10 @@ class Outer(StepHook):
         weight = own / every if every else 1.0 / self.mesh.copies
         self.tokens[n].zero_()
         begun = time.perf_counter()
-        fragment.put(self.sent[: fragment.sent_bytes], weight)
-        self.flight = Flight(n, self.schedule.arrives(step))
-        self._send(n)
+        with record_function(f"outer step of fragment {n}: start"):
+            fragment.put(self.sent[: fragment.sent_bytes], weight)
+            self.flight = Flight(n, self.schedule.arrives(step))
+            self._send(n)
         self._waited = time.perf_counter() - begun
 
     def _send(self, n: int) -> None:
@@ -139,7 +141,7 @@ class Outer(StepHook):
 
         def run() -> None:
             try:
-                with collective_counters.uncounted():
+                with collective_counters.uncounted(), record_function(f"outer step of fragment {n}: exchange"):
                     done.set_result(fragment.exchange(self.sent[: fragment.sent_bytes]))
             except Exception as error:  # a lost peer: raised where it is waited for
                 done.set_exception(error)  # type: ignore[arg-type]  # torch's annotation
@@ -151,9 +153,10 @@ class Outer(StepHook):
         assert self.flight is not None
         assert self._done is not None
         begun = time.perf_counter()
-        self._done.wait()
         fragment = self.fragments[self.flight.fragment]
-        fragment.take(blend)
+        with record_function(f"outer step of fragment {self.flight.fragment}: arrival"):
+            self._done.wait()
+            fragment.take(blend)
         self.last = self._waited + time.perf_counter() - begun, fragment.nbytes
         self.flight = self._done = None
 

@@ -1,0 +1,74 @@
+"""Measures what each rank's device and each link does, for `raydist check`: a few seconds, whatever the number of nodes.
+
+Runs in: every rank, together. Torch, never ray.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from raydist.errors import RankFailed
+from raydist.launch.rank_main import facts
+from raydist.worker import distributed
+from raydist.worker.comm import links
+from raydist.worker.comm.json_gather import gather_json
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.device_clock import Marks
+
+_WARM, _TIMES = 2, 9
+
+
+def in_ranks(config: dict[str, Any]) -> dict[str, Any]:
+    """Ray Train calls this in each worker. `config`: `gpus` of each rank, `threads`. Re-raises every error as RankFailed."""
+    try:
+        return measure(config)
+    except Exception as error:
+        failure = facts(error, int(os.environ["RANK"]))
+        raise RankFailed(**{**failure, "bases": tuple(failure["bases"])}) from error
+
+
+def measure(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Each rank's rates, and the bandwidth between each two nodes in bytes/s (none with a single rank). Every rank."""
+    rank = distributed.start(gpus=config["gpus"], threads=config["threads"], timeout_s=600.0)
+    mine = {"node_ip": rank.node_ip, "device": distributed.describe(rank)["device"], **rates(rank)}
+    ranks = gather_json(mine, rank.control)
+    pairs: dict[str, Any] = {"between": "nodes", "names": [], "bandwidth": []}
+    if rank.world_size > 1:
+        found = links.measure(rank)
+        pairs = {"between": found.between, "names": found.names, "bandwidth": found.bandwidth}
+    distributed.stop(rank)
+    return {"backend": rank.backend, "ranks": ranks, "pairs": pairs}
+
+
+def rates(rank: Rank) -> dict[str, float | None]:
+    """Of this rank's device: FLOP/s of a matrix product, bytes/s of a copy in its memory, and to it from pinned host memory."""
+    cuda = rank.device.type == "cuda"
+    n, words = (8192, 1 << 26) if cuda else (768, 1 << 22)
+    a = torch.randn(n, n, device=rank.device, dtype=torch.bfloat16 if cuda else torch.float32)
+    out = torch.empty_like(a)
+    source, target = (torch.ones(words, device=rank.device) for _ in range(2))
+    found: dict[str, float | None] = {
+        "matmul": 2 * n**3 / _median(rank, lambda: torch.mm(a, a, out=out)),
+        "memory": 2 * source.nbytes / _median(rank, lambda: target.copy_(source)),
+        "to_device": None,
+    }
+    if cuda:
+        host = torch.ones(words, pin_memory=True)
+        found["to_device"] = host.nbytes / _median(rank, lambda: target.copy_(host, non_blocking=True))
+    return found
+
+
+def _median(rank: Rank, work: Callable[[], object]) -> float:
+    for _ in range(_WARM):
+        work()
+    marks = Marks(rank.device)
+    marks.mark()
+    for _ in range(_TIMES):
+        work()
+        marks.mark()
+    return statistics.median(marks.seconds())

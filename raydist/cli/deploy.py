@@ -1,0 +1,167 @@
+"""`raydist deploy`: what to apply so that a job runs on Kubernetes, on Slurm, or in two containers.
+
+Runs in: the user's shell. Starts nothing, and imports neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raydist.cli import options
+from raydist.errors import UsageError
+from raydist.redact import redact
+from raydist.run.directory import check_name
+from raydist.spec import JobSpec, dump, load, stored
+
+app = typer.Typer(help="Print what to apply for a cluster: KubeRay, Slurm or compose.", no_args_is_help=True)
+
+Spec = Annotated[Path, typer.Argument(help="The job: a YAML file.", show_default=False)]
+Out = Annotated[
+    Path | None, typer.Option("-o", "--out", help="Write into this folder instead of printing.", show_default=False)
+]
+Several = list[str] | None
+
+
+@app.callback()
+def _group() -> None:
+    """Print what to apply for a cluster: KubeRay, Slurm or compose."""
+
+
+@app.command()
+def kuberay(
+    spec: Spec,
+    image: Annotated[str, typer.Option(help="The image with raydist: deploy/docker/Dockerfile.", show_default=False)],
+    storage: Annotated[
+        str, typer.Option(help="URI of the runs, or a path below a --claim, as the pods see it.", show_default=False)
+    ],
+    overrides: options.Overrides = None,
+    name: options.Name = None,
+    namespace: Annotated[str | None, typer.Option(help="Namespace of Kubernetes.", show_default=False)] = None,
+    claim: Annotated[
+        Several, typer.Option(metavar="NAME:/PATH", help="A PersistentVolumeClaim that every pod mounts; repeatable.")
+    ] = None,
+    node_selector: Annotated[
+        Several, typer.Option(metavar="KEY=VALUE", help="A label of the workers' machines.")
+    ] = None,
+    toleration: Annotated[
+        Several, typer.Option(metavar="KEY[=VALUE][:EFFECT]", help="A taint that the workers accept.")
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(help="Multus networks of the workers, such as rdma-net.", show_default=False)
+    ] = None,
+    device: Annotated[
+        Several,
+        typer.Option(metavar="NAME=COUNT", help="A device of each worker besides its GPUs, such as rdma/hca=8."),
+    ] = None,
+    env_secret: Annotated[
+        Several, typer.Option(metavar="NAME", help="A Secret whose keys become variables, such as credentials of S3.")
+    ] = None,
+    token_secret: Annotated[
+        str | None,
+        typer.Option(help="A Secret with Ray's token, key auth_token; default: KubeRay makes one.", show_default=False),
+    ] = None,
+    out: Out = None,
+) -> None:
+    """Print a RayJob for KubeRay, for `kubectl apply -f -`."""
+    from raydist.deploy.kuberay import Wishes, manifests
+
+    job = _job(spec, overrides)
+    if dump(job) != stored(job):
+        raise UsageError(
+            f"{spec}: contains secrets, and everyone who reads the manifest would see them",
+            "put them into a Secret, and give --env-secret NAME",
+        )
+    _found_in_pods(job)
+    wishes = Wishes(
+        image,
+        storage,
+        namespace,
+        claim or (),
+        node_selector or (),
+        toleration or (),
+        network,
+        device or (),
+        env_secret or (),
+        token_secret,
+    )
+    run = check_name(name or job.name)
+    _give(manifests(job, run, wishes), out, f"{run}.yaml")
+
+
+@app.command()
+def slurm(
+    spec: Spec,
+    overrides: options.Overrides = None,
+    name: options.Name = None,
+    storage: options.Storage = None,
+    time: Annotated[
+        str | None, typer.Option(help="Time limit; the job is queued again after it.", show_default=False)
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition of Slurm.", show_default=False)] = None,
+    account: Annotated[str | None, typer.Option(help="Account of Slurm.", show_default=False)] = None,
+    sbatch: Annotated[
+        Several, typer.Option(metavar="--OPTION=VALUE", help="Another option of sbatch, such as --constraint=ib.")
+    ] = None,
+    out: Out = None,
+) -> None:
+    """Print a batch script for Slurm, for `sbatch`. It runs in this folder, with this Python."""
+    from raydist.deploy.slurm import Wishes, script
+
+    job = _job(spec, overrides)
+    run = check_name(name or job.name)
+    train = _train(spec, overrides, run) + (["--storage", storage] if storage else [])
+    wishes = Wishes(train, Path.cwd(), Path(sys.executable).parent, time, partition, account, sbatch or ())
+    _give(script(job, run, wishes), out, f"{run}.sbatch")
+
+
+@app.command()
+def compose(
+    spec: Spec,
+    image: Annotated[str, typer.Option(help="The image with raydist: deploy/docker/Dockerfile.")] = "raydist",
+    overrides: options.Overrides = None,
+    name: options.Name = None,
+    out: Out = None,
+) -> None:
+    """Print a compose file with two nodes on one machine, for `docker compose up`. Its folder is this one."""
+    from raydist.deploy.compose import compose as made
+
+    job = _job(spec, overrides)
+    _give(made(job, image, _train(spec, overrides, check_name(name or job.name))), out, "compose.yaml")
+
+
+def _job(spec: Path, overrides: list[str] | None) -> JobSpec:
+    return load(spec, overrides or [])
+
+
+def _train(spec: Path, overrides: list[str] | None, run: str) -> list[str]:
+    """The arguments of `raydist train`."""
+    words = [str(spec), *(word for text in overrides or [] for word in ("--set", text)), "--name", run]
+    if secret := [redact(word) for word in words if redact(word) != word]:
+        raise UsageError(
+            f"{', '.join(secret)}: contains secrets, which would be in the file",
+            "leave them out, and give them in the environment",
+        )
+    return words
+
+
+def _found_in_pods(job: JobSpec) -> None:
+    """Raises UsageError for data or weights with a relative path: a pod has no folder of the user's."""
+    for field, value in (("data.path", job.data.path), ("data.source", job.data.source), ("model.hf", job.model.hf)):
+        if value is not None and "/" in value and "://" not in value and not value.startswith("/"):
+            raise UsageError(
+                f"{field}: {value} is relative to a folder that no pod has",
+                "give a URI, or an absolute path below a --claim or in the image",
+            )
+
+
+def _give(text: str, out: Path | None, name: str) -> None:
+    if out is None:
+        print(text, end="")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / name).write_text(text, encoding="utf-8")
+    print(out / name)

@@ -1,0 +1,197 @@
+"""`raydist deploy`: the manifests, the batch script and the compose file follow from the job; what a cluster would refuse is
+refused before."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from raydist.cli.main import app
+from raydist.deploy.kuberay_api import RayJob
+from raydist.deploy.nodes import Nodes
+from raydist.errors import UserError
+from raydist.spec import JobSpec, load, parse
+from tests.slurm import directives
+
+JOB = {"name": "my_Job.1", "data": {"path": "s3://bucket/data"}, "train": {"steps": 1, "global_batch": 64}}
+NODE = {"gpus": 8, "cpus": 64, "memory_gib": 900, "shm_gib": 200, "labels": {"pool": "a"}}
+POD = ["--image", "me/raydist", "--storage", "s3://bucket/runs"]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """job(**cluster): the name of a job file in the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def job(**cluster: Any) -> str:
+        offload = {"optimizer": "nvme", "path": "/nvme"}
+        tree = {
+            **JOB,
+            "cluster": {"workers": [8, 16], "cpus_per_worker": 6, "resources": NODE, **cluster},
+            "offload": offload,
+        }
+        Path("job.yaml").write_text(yaml.safe_dump(tree))
+        return "job.yaml"
+
+    return job
+
+
+def deploy(*words: str) -> Any:
+    """The command's result; an error is raised."""
+    return CliRunner().invoke(app, ["deploy", *words], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "expected"),
+    [
+        ({"workers": 16, "resources": {"gpus": 8}}, (2, 2, 8)),
+        ({"workers": 15, "spares": 2, "resources": {"gpus": 8}}, (2, 3, 8)),
+        ({"workers": [8, 32], "resources": {"gpus": 8}}, (1, 4, 8)),
+        ({"workers": 6, "cpus_per_worker": 2, "resources": {"gpus": 0, "cpus": 8}}, (2, 2, 8)),
+        ({"workers": 6, "cpus_per_worker": 2, "resources": {"gpus": 0, "nodes": 3}}, (3, 3, 4)),
+        ({"workers": 4, "gpus_per_worker": 0, "resources": {"nodes": 2}}, (2, 2, 2)),
+        ({"workers": 4, "gpus_per_worker": 0.5, "resources": {"gpus": 1}}, (2, 2, 2)),
+    ],
+)
+def test_nodes_follow_from_workers(cluster: dict[str, Any], expected: tuple[int, int, int]) -> None:
+    """The fewest and the most nodes, and the CPUs of each."""
+    nodes = Nodes.of(parse({**JOB, "name": "j", "cluster": cluster}))
+    assert (nodes.least, nodes.most, nodes.cpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("cluster", "told"),
+    [
+        ({}, "cluster.resources.gpus: null does not say how many GPUs a node has"),
+        ({"gpus_per_worker": 1}, "cluster.resources.gpus: null, but each worker has 1 GPUs"),
+        ({"resources": {"gpus": 0}}, "neither nodes, gpus nor cpus"),
+        ({"workers": 9, "resources": {"gpus": 4, "nodes": 2}}, "a node of 5 CPUs and 4 GPUs holds 4 workers"),
+        ({"cpus_per_worker": 8, "resources": {"gpus": 0, "cpus": 4}}, "holds 0 workers"),
+    ],
+)
+def test_a_job_that_does_not_say_its_nodes_is_refused(cluster: dict[str, Any], told: str) -> None:
+    """One error with the field and a remedy."""
+    with pytest.raises(UserError) as caught:
+        Nodes.of(parse({**JOB, "name": "j", "cluster": cluster}))
+    assert told in caught.value.message
+    assert caught.value.hint
+
+
+def test_kuberay(job: Any) -> None:
+    """A RayJob that fits the model of the API: pods with the nodes' resources, what Kubernetes alone needs to know, and the job as
+    a file that loads again as the same job."""
+    wishes = [
+        "--toleration",
+        "gpu=yes:NoSchedule",
+        "--toleration",
+        "spot",
+        "--node-selector",
+        "pool=a",
+        "--device",
+        "rdma/hca=8",
+    ]
+    more = ["--network", "ib-net", "--env-secret", "s3", "--claim", "scratch:/scratch", "--namespace", "train"]
+    done = deploy("kuberay", job(), *POD, *wishes, *more, "--token-secret", "token")
+    files, made = yaml.safe_load_all(done.stdout)
+    Path("again.yaml").write_text(files["data"]["job.yaml"])
+    assert load(Path("again.yaml")) == load(Path("job.yaml"))
+    checked = RayJob.model_validate(made)
+    cluster = checked.spec.ray_cluster_spec
+    (group,) = cluster.worker_group_specs
+    assert (checked.metadata.name, checked.metadata.namespace) == ("my-job-1", "train")
+    assert "--name my_Job.1" in checked.spec.entrypoint
+    assert (group.min_replicas, group.replicas, group.max_replicas, group.labels) == (1, 2, 2, {"pool": "a"})
+    pod = group.template.spec
+    (container,) = pod.containers
+    limits = {"cpu": "64", "memory": "900Gi", "nvidia.com/gpu": "8", "rdma/hca": "8"}
+    assert container.resources.limits == container.resources.requests == limits
+    assert {mount.mount_path for mount in container.volume_mounts} == {"/etc/raydist", "/scratch", "/dev/shm", "/nvme"}
+    assert {volume.name for volume in pod.volumes} == {mount.name for mount in container.volume_mounts}
+    (shm,) = [volume.empty_dir for volume in pod.volumes if volume.empty_dir is not None]
+    assert shm.size_limit == "200Gi"
+    assert pod.security_context is not None, "the image's user may write to the claim"
+    assert pod.security_context.fs_group == 1000
+    assert pod.node_selector == {"pool": "a"}
+    assert [(t.key, t.operator, t.value, t.effect) for t in pod.tolerations or []] == [
+        ("gpu", "Equal", "yes", "NoSchedule"), ("spot", "Exists", None, None),
+    ]  # fmt: skip
+    assert group.template.metadata is not None
+    assert group.template.metadata.annotations == {"k8s.v1.cni.cncf.io/networks": "ib-net"}
+    assert cluster.auth_options.secret_name == "token"
+    # A save may take checkpoint.timeout_s: the pod's end waits for it.
+    assert pod.termination_grace_period_seconds > load(Path("job.yaml")).checkpoint.timeout_s
+    head = cluster.head_group_spec
+    assert head.ray_start_params["num-gpus"] == "0"
+    assert "nvidia.com/gpu" not in head.template.spec.containers[0].resources.limits
+    assert head.template.spec.tolerations is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--image", "i", "--storage", "/runs"], "--storage /runs: no other pod would see it"),
+        ([*POD, "--claim", "runs"], "--claim runs: is not NAME:/PATH"),
+        ([*POD, "--claim", "My_Claim:/x"], "'My_Claim' is refused by Kubernetes"),
+        ([*POD, "--toleration", "a=b:Never"], "--toleration a=b:Never"),
+        ([*POD, "--device", "rdma"], "--device rdma: is not KEY=VALUE"),
+        ([*POD, "--device", "rdma/hca=many"], "'many' is refused by Kubernetes"),
+        ([*POD, "--set", "cluster.env={HF_TOKEN: hf_abcdefghijklmnopqrstuvwxyz123456}"], "contains secrets"),
+        ([*POD, "--set", "data.path=data/x"], "data.path: data/x is relative to a folder that no pod has"),
+    ],
+)
+def test_what_kubernetes_would_refuse(job: Any, words: list[str], told: str) -> None:
+    """One error that names the option or the field."""
+    with pytest.raises(UserError) as caught:
+        deploy("kuberay", job(), *words)
+    assert told in caught.value.message
+    assert caught.value.hint
+
+
+def test_slurm(job: Any, tmp_path: Path) -> None:
+    """The directives ask for the nodes; the script runs in this folder with this Python. -o names the file that it writes."""
+    more = ["--time", "12:00:00", "--partition", "gpu", "--sbatch=--account=lab", "-o", "out"]
+    done = deploy("slurm", job(), "--set", "optim.lr=1e-3", *more)
+    assert done.stdout.strip() == "out/my_Job.1.sbatch"
+    script = Path("out/my_Job.1.sbatch").read_text()
+    asked = directives(script)
+    assert asked.items() >= {
+        "nodes": "1-2", "gpus-per-node": "8", "cpus-per-task": "64", "mem": "900G", "time": "12:00:00", "partition": "gpu",
+        "account": "lab", "requeue": None, "exclusive": None,
+    }.items()  # fmt: skip
+    assert f"\ncd {tmp_path}\n" in script
+    assert f"PATH={Path(sys.executable).parent}:" in script
+    assert "raydist train job.yaml --set optim.lr=1e-3 --name my_Job.1 " in script
+    assert "--labels=pool=a" in script
+    with pytest.raises(UserError, match="is not an option of sbatch"):
+        deploy("slurm", job(), "--sbatch", "exclusive; rm")
+
+
+def test_compose(job: Any) -> None:
+    """Two nodes, the first with a driver that waits for the other one; each has the token, the job's folder and the runs."""
+    made = yaml.safe_load(deploy("compose", job(workers=2, cpus_per_worker=1, resources={"gpus": 0})).stdout)
+    assert list(made["services"]) == ["head", "node"]
+    for service in made["services"].values():
+        assert "RAY_AUTH_TOKEN" in service["environment"]
+        assert service["volumes"] == [".:/work", "./runs:/runs"]
+    node = made["services"]["node"]["command"]
+    assert node[:4] == ["ray", "start", "--address", "head:6379"]
+    assert node[node.index("--num-cpus") + 1] == "1"
+    shell, _, line = made["services"]["head"]["command"]
+    start, _, train = line.partition(" && exec ")
+    assert (shell, start.split()[:3]) == ("sh", ["ray", "start", "--head"])
+    assert train.startswith(
+        "raydist train job.yaml --name my_Job.1 --storage /runs --address head:6379 --wait-for-nodes "
+    )
+    assert "--block" not in start
+
+
+def test_the_section_changes_no_hash() -> None:
+    """A job without `cluster.resources` is dumped as before the section existed."""
+    spec = parse({**JOB, "name": "j"})
+    assert "resources" not in spec.model_dump(mode="json")["cluster"]
+    assert isinstance(spec, JobSpec)
