@@ -53,7 +53,7 @@ LONG = 10**6
 SCENARIOS = [
     Scenario("SIGSTOP bursts", ("process_stopped",), {"fault": "pause", "seconds": 0.5, "gap": 0.7, "stops": 60}),
     Scenario("one SIGSTOP of 5 s", ("process_stopped",), {"fault": "pause", "seconds": 5, "stops": 1}),
-    Scenario("CPU quota", ("cpu_throttled",), {"fault": "cpu_quota", "seconds": 90, "cpus": 0.15}),
+    Scenario("CPU quota", ("cpu_throttled",), {"fault": "cpu_quota", "seconds": 150, "cpus": 0.03}),
     Scenario("CPU hog", ("cpu_stolen",), {"fault": "cpu_hog", "seconds": 90, "processes": 4}),
     Scenario("garbage collector", ("gc_pauses",), {"fault": "garbage", "objects": 3_000_000, "steps": LONG}),
     Scenario("own code waits", ("own_code",), {"fault": "slow_rank", "seconds": 0.5, "steps": LONG}),

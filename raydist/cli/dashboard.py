@@ -39,6 +39,7 @@ def dashboard(
     import asyncio
 
     from raydist.dashboard.access import Door
+    from raydist.dashboard.announced import announced
     from raydist.dashboard.server import listener, serve
     from raydist.errors import UsageError
     from raydist.run.storage_choice import choose
@@ -58,4 +59,5 @@ def dashboard(
             print(door.url(), flush=True)
             print("open this address in a browser; Ctrl-C ends the server", file=sys.stderr)
 
-        asyncio.run(serve(homes, listening, door, ready))
+        with announced(homes, door.address):
+            asyncio.run(serve(homes, listening, door, ready))

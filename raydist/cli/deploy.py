@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,9 @@ from raydist.cli import options
 from raydist.errors import UsageError
 from raydist.redact import redact
 from raydist.run.directory import check_name
-from raydist.spec import JobSpec, dump, load, stored
+
+if TYPE_CHECKING:
+    from raydist.spec import JobSpec
 
 app = typer.Typer(help="Print what to apply for a cluster: KubeRay, Slurm or compose.", no_args_is_help=True)
 
@@ -68,6 +70,7 @@ def kuberay(
 ) -> None:
     """Print a RayJob for KubeRay, for `kubectl apply -f -`."""
     from raydist.deploy.kuberay import Wishes, manifests
+    from raydist.spec import dump, stored
 
     job = _job(spec, overrides)
     if dump(job) != stored(job):
@@ -134,6 +137,8 @@ def compose(
 
 
 def _job(spec: Path, overrides: list[str] | None) -> JobSpec:
+    from raydist.spec import load
+
     return load(spec, overrides or [])
 
 

@@ -79,6 +79,7 @@ def train(
         starting.stage("job")  # before the imports that follow, which take seconds
         from raydist.checkpoint import hub, source
         from raydist.cluster import preflight
+        from raydist.dashboard.announced import link
         from raydist.observe.exporters import resolve
         from raydist.run.lease import DriverLease
         from raydist.spec import load
@@ -103,6 +104,8 @@ def train(
             if message := _already(run, job, dataset.fingerprint, total, until, allow_spec_change):
                 starting.note(message)
             else:
+                if (page := link(run)) is not None:
+                    starting.note(f"raydist: its live page: {page}")
                 _train(
                     job,
                     run,

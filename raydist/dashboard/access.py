@@ -69,11 +69,16 @@ class Door:
         """The value of Set-Cookie: for this browser session, out of reach of scripts and of requests from other sites."""
         return f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
 
-    def url(self) -> str:
-        """The address for the browser, with the token."""
+    @property
+    def address(self) -> str:
+        """Of the server, without the token."""
         shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(self.host, self.host)
         name = f"[{shown}]" if ":" in shown else shown
-        return f"http://{name}:{self.port}/?{PARAMETER}={self.token}"
+        return f"http://{name}:{self.port}"
+
+    def url(self) -> str:
+        """The address for the browser, with the token."""
+        return f"{self.address}/?{PARAMETER}={self.token}"
 
     def _ours(self, host: str) -> bool:
         """A number cannot be made to resolve to something else. The port may be that of an SSH tunnel."""

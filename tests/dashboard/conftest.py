@@ -88,7 +88,7 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     train(swept.folder.run(swept.cells[0].id), swept.cells[0], [5.0, 4.0], 2.5)
     swept.finish(0, 2.5)
     swept.finish(1, 2.25)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYDIST_CACHE": str(folder / "cache")}
     command = [sys.executable, "-m", "raydist", "dashboard", str(home), "--port", "0"]
     with (folder / "stderr").open("w+") as errors:
         server = subprocess.Popen(
@@ -101,5 +101,6 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
             server.send_signal(signal.SIGTERM)
             ended = server.wait(300)
             server.stdout.close()
+        assert [*(folder / "cache" / "dashboards").iterdir()] == []
         errors.seek(0)
         assert (ended, errors.read().splitlines()[1:]) == (0, [])

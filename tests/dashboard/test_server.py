@@ -7,12 +7,16 @@ import io
 import json
 import re
 import socket
+import subprocess
+import time
 from contextlib import ExitStack
 from urllib.parse import quote, urlsplit
 
 import pytest
 
 from raydist.cli import main as cli
+from raydist.dashboard.announced import link
+from raydist.run.directory import RunDir
 from tests.dashboard.conftest import EVIL, Dashboard
 
 PAGES = ("/", "/run/0/base", "/sweep/0/tuned", "/look.css", "/chart.js", "/live.js")
@@ -97,6 +101,8 @@ def test_text_of_runs_is_text(dashboard: Dashboard) -> None:
 
 def test_only_changed_parts_are_sent(dashboard: Dashboard) -> None:
     """Nothing for the present version; everything for one of another process, or for none."""
+    while not json.loads(dashboard.ask("/run/0/base?since=x")[2])["ended"]:
+        time.sleep(0.1)  # the doctor examines it; the test's own limit is that of pytest
     _, _, page = dashboard.ask("/run/0/base")
     version = re.findall(r'data-version="([^"]+)"', page)[0]
     same = json.loads(dashboard.ask(f"/run/0/base?since={version}")[2])
@@ -127,6 +133,31 @@ def test_silent_and_slow_clients_do_not_keep_others_waiting(dashboard: Dashboard
             client = stack.enter_context(socket.create_connection(address, timeout=300))
             client.sendall((b"", b"GET / HT", whole)[number % 3])
         assert dashboard.ask("/run/0/base")[0] == 200
+
+
+def test_other_commands_find_the_dashboard_of_a_storage(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the address of the run's page, without the token; not for another storage, nor one whose process has gone. Its file is for
+    this user alone."""
+    cache = dashboard.home.parent / "cache"
+    monkeypatch.setenv("RAYDIST_CACHE", str(cache))
+    (file,) = (cache / "dashboards").iterdir()
+    assert (file.stat().st_mode & 0o777, dashboard.token in file.read_text()) == (0o600, False)
+    assert link(RunDir(dashboard.home / "base")) == f"{dashboard.address}/run/0/base"
+    assert link(RunDir(dashboard.home / EVIL)) == f"{dashboard.address}/run/0/{quote(EVIL)}"
+    assert link(RunDir(dashboard.home.parent / "outside" / "private")) is None
+    told = json.loads(file.read_text())
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    elsewhere = str(dashboard.home.parent / "outside")
+    dead = file.with_name("1.json")
+    dead.write_text(json.dumps({**told, "storages": [elsewhere], "process": {**told["process"], "pid": ended.pid}}))
+    foreign = file.with_name("2.json")
+    foreign.write_text(json.dumps({**told, "storages": [elsewhere], "process": {**told["process"], "host": "another"}}))
+    file.with_name("3.json").write_text("{")
+    assert link(RunDir(dashboard.home.parent / "outside" / "private")) is None
+    assert (dead.exists(), foreign.exists()) == (False, True)
+    for name in ("2.json", "3.json"):
+        file.with_name(name).unlink()
 
 
 def test_a_bad_request_of_the_command_is_one_error(dashboard: Dashboard, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,18 +7,28 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 
-def test_a_live_run_is_traced_and_stopped(project: Any) -> None:
+from raydist.dashboard.announced import announced
+from raydist.storage import Storage
+
+
+def test_a_live_run_is_traced_and_stopped(project: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace of a running run has two steps of both ranks in one file. `raydist stop` ends the run like Ctrl-C: a checkpoint of
     the step in which the signal arrived, status interrupted, exit code 130; a second `stop` prints that there is nothing to stop.
     `logs` has the output of both ranks. On an ended run `trace` gives one line and exit code 2; the same `train` command resumes
-    it."""
+    it. While a dashboard shows the storage, `train` names the run's page."""
+    monkeypatch.setenv("RAYDIST_CACHE", str(tmp_path))
     command = ["train", "job.yaml", "--name", "traced", "--json", *project.options("traced")]
-    process = project.start(*command, "--set", "train.steps=100000")
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "the first of attempt 1" in line:
-            break
+    before = []
+    with announced([Storage(project.runs)], "http://127.0.0.1:1"):
+        process = project.start(*command, "--set", "train.steps=100000")
+        assert process.stderr is not None
+        for line in process.stderr:
+            before.append(line.strip())
+            if "the first of attempt 1" in line:
+                break
+    assert "raydist: its live page: http://127.0.0.1:1/run/0/traced" in before
     done = project.raydist("trace", "traced", "--steps", "2", "--json")
     stopped = project.raydist("stop", "traced")
     _, rest = process.communicate(timeout=300)
