@@ -265,7 +265,7 @@ class ObjectStore:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while True:
             try:
                 urlopen(Request(f"http://{self._place}/bucket", method="PUT"), timeout=5).close()

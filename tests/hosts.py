@@ -40,6 +40,8 @@ LEAN = {
     # As in raydist's own Ray (raydist/cluster/session.py): the raylet finds its object store without a second's sleep.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
+    # By default 30 s, which a busy machine may need.
+    "RAY_gcs_server_port_wait_time_s": "120",
     # Statistics that no test reads.
     "RAY_enable_metrics_collection": "0",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
@@ -428,7 +430,7 @@ class Cluster:
         """All processes of the host die at once. The head notices later: use `wait_until`."""
         host.kill()
 
-    def wait_until(self, true: Callable[[], bool], timeout: float = 60) -> None:
+    def wait_until(self, true: Callable[[], bool], timeout: float = 240) -> None:
         """Waits for a state of Ray. Raises TimeoutError with the nodes' states."""
         deadline = time.monotonic() + timeout
         while not true():
@@ -443,11 +445,11 @@ class Cluster:
         if not host.up:
             host.boot()
         command = [
-            str(Path(sys.executable).with_name("ray")), "start", *options, f"--node-ip-address={host.ip}",
+            sys.executable, "-m", "tests.hosts", "start", *options, f"--node-ip-address={host.ip}",
             f"--num-cpus={self._cpus if cpus is None else cpus}", "--object-store-memory=100000000", "--disable-usage-stats",
             "--include-log-monitor=false", "--no-monitor",  # a second of CPU time each: nothing reads the logs, or adds nodes
         ]  # fmt: skip
-        done = host.run(command, env=self._env, timeout=240)
+        done = host.run(command, cwd=Path(__file__).parents[1], env=self._env, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -461,5 +463,26 @@ def _watch(address: str) -> None:
         print(json.dumps({n.node_id.hex(): (n.node_manager_address, n.state == 0) for n in nodes}), flush=True)
 
 
+def _ray() -> None:
+    """Ray's command line, but a raylet starts no agent of the dashboard, which no host has, and waits for no agent: it would end if
+    a busy machine takes more than 30 s to start them."""
+    from ray._private.node import Node
+    from ray.scripts.scripts import main
+
+    from raydist.cluster.local_ray import DASHBOARD_AGENT, prepared_agents
+
+    start = Node.start_raylet
+
+    def starting(node: Any, *args: Any, **options: Any) -> None:
+        with prepared_agents(node, on_demand=(DASHBOARD_AGENT,), metrics=False):
+            start(node, *args, **options)
+
+    Node.start_raylet = starting
+    main()
+
+
 if __name__ == "__main__":
-    _watch(sys.argv[1])
+    if sys.argv[1] == "start":
+        _ray()
+    else:
+        _watch(sys.argv[1])

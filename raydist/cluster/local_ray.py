@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,15 @@ from raydist.cluster.ray_private import (
     ResourceIsolationConfig,
     persist_port,
     services,
+    utils,
 )
 
 _REGISTER_S = 30.0
 _NOT_SERVED = -1  # what Ray's minimal install writes for a port without a listener
+
+
+RUNTIME_ENV_AGENT, DASHBOARD_AGENT = "--runtime_env_agent_command=", "--dashboard_agent_command="
+"""The raylet's options with the commands of its agents."""
 
 
 class _Head(Node):
@@ -45,21 +50,8 @@ class _Head(Node):
         """Starts nothing. No one needs the dashboard: a private Ray has no Jobs API, and Ray Train's cleaner is left out."""
 
     def start_raylet(self, *args: Any, **kwargs: Any) -> None:
-        # The raylet registers only after its agents have written their ports, which takes 0.5 s of imports. Only metrics need
-        # the dashboard's agent, and the runtime-env agent gets its port from us, so the raylet need not wait for either.
-        names = [DASHBOARD_AGENT_LISTEN_PORT_NAME]
-        if not self.metrics:
-            names += [METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME]
-        for name in names:
-            persist_port(self._session_dir, self._node_id, name, _NOT_SERVED)
-        self._ray_params.runtime_env_agent_port = _free_port(self._node_ip_address)
-        persist_port(
-            self._session_dir, self._node_id, RUNTIME_ENV_AGENT_PORT_NAME, self._ray_params.runtime_env_agent_port
-        )
-        agents = {"--runtime_env_agent_command=": self._ray_params.runtime_env_agent_port}
-        if not self.metrics:
-            agents["--dashboard_agent_command="] = 0
-        with _on_demand(self._node_ip_address, agents):
+        agents = (RUNTIME_ENV_AGENT,) if self.metrics else (RUNTIME_ENV_AGENT, DASHBOARD_AGENT)
+        with prepared_agents(self, on_demand=agents, metrics=self.metrics):
             super().start_raylet(*args, **kwargs)
         # Node.__init__ then checks whether the node has registered; if not, it checks again only after a second.
         client = self.get_gcs_client()
@@ -73,10 +65,29 @@ class _MeasuredHead(_Head):
 
 
 @contextlib.contextmanager
+def prepared_agents(node: Any, *, on_demand: Collection[str], metrics: bool) -> Iterator[None]:
+    """Within the block the node's raylet is started: it does not wait for its agents, and starts those of `on_demand` later.
+
+    By itself it registers only after its agents have written their ports, which takes 0.5 s of imports, and ends if that takes
+    30 s. Only metrics need the dashboard's agent, and the runtime-env agent gets its port from us.
+    """
+    names = [DASHBOARD_AGENT_LISTEN_PORT_NAME]
+    if not metrics:
+        names += [METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME]
+    for name in names:
+        persist_port(node._session_dir, node._node_id, name, _NOT_SERVED)
+    port = node._ray_params.runtime_env_agent_port = _free_port(node._node_ip_address)
+    persist_port(node._session_dir, node._node_id, RUNTIME_ENV_AGENT_PORT_NAME, port)
+    ports = {RUNTIME_ENV_AGENT: port, DASHBOARD_AGENT: 0}
+    with _on_demand(node._node_ip_address, {agent: ports[agent] for agent in on_demand}):
+        yield
+
+
+@contextlib.contextmanager
 def _on_demand(host: str, agents: Mapping[str, int]) -> Iterator[None]:
     """Within the block a raylet is started with ray_agent.py in place of its agents. `agents`: the raylet's option with the agent's
     command -> the agent's port."""
-    start = services.start_ray_process
+    start, dependency_error = services.start_ray_process, utils.get_dashboard_dependency_error
 
     def starting(command: list[str], *args: Any, **options: Any) -> Any:
         for number, text in enumerate(command):
@@ -87,10 +98,13 @@ def _on_demand(host: str, agents: Mapping[str, int]) -> Iterator[None]:
         return start(command, *args, **options)
 
     services.start_ray_process = starting
+    if DASHBOARD_AGENT in agents:
+        # To choose an option of the dashboard's agent, it would import what the dashboard needs: 0.3 s of CPU time.
+        utils.get_dashboard_dependency_error = lambda: None
     try:
         yield
     finally:
-        services.start_ray_process = start
+        services.start_ray_process, utils.get_dashboard_dependency_error = start, dependency_error
 
 
 @contextlib.contextmanager

@@ -87,6 +87,12 @@ NAMES = {
         "no option tells the raylet to start its agents later, or never",
         ("start_ray_process",),
     ),
+    "utils": PrivateName(
+        "ray._private.utils",
+        "starts the raylet without importing the dashboard's dependencies",
+        "as for services",
+        ("get_dashboard_dependency_error",),
+    ),
     # --- cluster/ray_preload.py: a process that has imported Ray, from which workers are forked
     "actor": PrivateName(
         "ray.actor",

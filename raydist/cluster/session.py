@@ -42,6 +42,9 @@ _PRIVATE_RAY = {
     # here), it sleeps a whole second before it tries again. Same total timeout, in smaller steps.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
+    # How long the GCS and the raylet may take to start: by default 30 s, which a busy machine may need.
+    "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_raylet_start_wait_time_s": "120",
     # Ray gives its workers niceness 15, to protect its own processes. That costs 2% of a step on a fully loaded host.
     "RAY_worker_niceness": "0",
     # Ray's statistics about itself are for its dashboard and state API, which a private Ray does not have.

@@ -19,6 +19,7 @@ import fnmatch
 import importlib
 import importlib.util
 import json
+import os
 import re
 import sys
 import sysconfig
@@ -195,13 +196,15 @@ def find(source: str) -> list[SourceFile]:
 def _standard_library() -> list[SourceFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
-    for path in root.rglob("*.py"):
-        inside = path.relative_to(root)
-        # Build settings differ by machine.
-        if not _STDLIB_LEFT_OUT.intersection(inside.parts) and not path.name.startswith("_sysconfigdata"):
-            size = path.stat().st_size
-            # No mtime: an installer sets it, and the Python version is sufficient.
-            found.append(SourceFile("", str(path), f"{STDLIB}/{inside.as_posix()}", "text", size, None))
+    for folder, below, names in os.walk(root):
+        below[:] = set(below) - _STDLIB_LEFT_OUT  # not descended into: site-packages may be large
+        for name in set(names) - _STDLIB_LEFT_OUT:
+            # Build settings differ by machine.
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                path = Path(folder, name)
+                inside = path.relative_to(root).as_posix()
+                # No mtime: an installer sets it, and the Python version is sufficient.
+                found.append(SourceFile("", str(path), f"{STDLIB}/{inside}", "text", path.stat().st_size, None))
     return sorted(found, key=lambda f: f.name)
 
 

@@ -71,9 +71,11 @@ def cluster() -> Iterator[dict[str, str]]:
         try:
             _answers(f"http://127.0.0.1:{dashboard}/api/version", head, f"{temp}/head.log")
             yield {"gcs": f"127.0.0.1:{gcs}", "jobs": f"http://127.0.0.1:{dashboard}"}
+            assert head.poll() is None, f"the head has ended meanwhile:\n{Path(temp, 'head.log').read_text()}"
         finally:
-            mine = psutil.Process(head.pid).children(recursive=True)
-            for process in (psutil.Process(head.pid), *mine):
+            mine = [] if head.poll() is not None else [psutil.Process(head.pid)]
+            mine += mine[0].children(recursive=True) if mine else []
+            for process in mine:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             head.wait(240)
@@ -82,7 +84,8 @@ def cluster() -> Iterator[dict[str, str]]:
 
 
 def _answers(url: str, head: subprocess.Popen[bytes], log: str) -> None:
-    for _ in range(300):
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
         assert head.poll() is None, Path(log).read_text()
         try:
             urllib.request.urlopen(url, timeout=1).close()
