@@ -249,7 +249,7 @@ def test_a_limit_of_gpu_hours(sweeps: Sweeps) -> None:
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 
-    sweeps.write("gpus", [{"learning_rate": 1e-3}, {"learning_rate": 1e-4}], 1)
+    sweeps.write("gpus", [{"learning_rate": 1e-3}, {"learning_rate": 1e-4}], 1, "cells:unhurried")
     file = sweeps.project.root / "gpus.yaml"
     told = run(1e-5)
     first, second = sweeps.cells("gpus")
@@ -262,6 +262,7 @@ def test_a_limit_of_gpu_hours(sweeps: Sweeps) -> None:
     assert 1e-5 < totals["gpu_hours"] == totals["seconds"] / 3600
     assert totals["cost"] == 2.5 * totals["gpu_hours"]
 
+    (sweeps.marks("gpus") / "go").touch()
     told = run(10.0)
     assert told["counts"] == {"finished": 2}
     assert sweeps.events("gpus", first, "started")[1].data["tokens"] > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from pathlib import Path
 
 import faulty
@@ -40,6 +41,18 @@ def dying(model: ModelSpec, vocab_size: int) -> nn.Module:
 def waiting(model: ModelSpec, vocab_size: int) -> nn.Module:
     """Waits in the eighth step of each of its processes until the file `go` is in `marks`."""
     return _build(model, vocab_size, "waiting", hold=8 * _STEP)
+
+
+def unhurried(model: ModelSpec, vocab_size: int) -> nn.Module:
+    """Takes most of a second for each step, which has _STEP passes, until the file `go` is in `marks`."""
+    made, go = _build(model, vocab_size, "unhurried"), Path(model.options["marks"]) / "go"
+
+    def sleeping(*_: object) -> None:
+        if made.training and not go.exists():
+            time.sleep(0.2)
+
+    made.register_forward_pre_hook(sleeping)
+    return made
 
 
 def later(model: ModelSpec, vocab_size: int) -> nn.Module:
