@@ -74,9 +74,9 @@ class Fate:
         link, rmdir = os.link, os.rmdir
 
         class File(io.FileIO):
-            def __init__(self, path: Path, mode: str, buffering: int) -> None:
+            def __init__(self, path: Path, mode: str, buffering: int, opener: Any) -> None:
                 fate.op(f"create {kind(path)}")
-                super().__init__(path, mode)
+                super().__init__(path, mode, opener=opener)
                 fate.fds[self.fileno()] = Path(path)
                 fate.unflushed.add(Path(path))
 
