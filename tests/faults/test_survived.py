@@ -104,7 +104,7 @@ REST: list[Fault] = [
     KillDriver(step=59),
 ]
 
-PATIENCE = ["--set", "recovery.step_timeout=2", "--set", "recovery.data_timeout=1"]
+PATIENCE = ["--set", "recovery.step_timeout=5", "--set", "recovery.data_timeout=1"]
 
 
 def damage() -> list[Fault]:

@@ -27,9 +27,12 @@ def find(name: str, fault: str) -> psutil.Process:
     agent = psutil.Process(int(os.environ[AGENT_PID]))
     if name == "agent":
         return agent
-    raylet = next((p for p in agent.parents() if p.name() == "raylet"), None)
+    parents = agent.parents()
+    # The workers of a private Ray are forked from a child of the driver, as its raylet is (cluster/ray_worker.py).
+    beside = (child for parent in parents for child in parent.children())
+    raylet = next((p for p in (*parents, *beside) if p.name() == "raylet"), None)
     if raylet is None:
-        raise InjectedError(f"{fault}: no parent process of this rank is a raylet")
+        raise InjectedError(f"{fault}: neither a parent process of this rank nor a process beside one is a raylet")
     if name == "raylet":
         return raylet
     if name == "gcs":
@@ -37,7 +40,8 @@ def find(name: str, fault: str) -> psutil.Process:
         found = [p for p in above.children() if p.name() == "gcs_server"] if above is not None else []
         where = "only a private Ray has it beside the raylet"
     else:
-        found = [p for p in raylet.children() if " ".join(p.cmdline()).startswith(_ACTORS[name])]
+        actors = {*raylet.children(), *parents[0].children()}
+        found = [p for p in actors if " ".join(p.cmdline()).startswith(_ACTORS[name])]
         where = "it is on the driver's node, and found only if no other run has one there"
     if len(found) != 1:
         raise InjectedError(f"{fault}: process: {name}: {len(found)} of them were found here; {where}")
