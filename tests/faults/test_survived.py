@@ -172,15 +172,17 @@ def test_storage_that_fails_costs_a_checkpoint(disturbed: Any) -> None:
         if "Connection" not in e["cause"] and "Too many open files" not in e["cause"]
     }
     told = [(e["rank"], e["cause"].rpartition(": ")[2]) for _, e in sorted(failed.items())]
-    assert told == [
+    expected = [
         (1, "No space left on device"),
         (1, "Input/output error"),
         (1, "Stale file handle"),
         (0, "Read-only file system"),
         (1, "its run's folder is gone; is its file system mounted?"),
     ]
+    # The driver may be killed, two steps later, before it is told of the last one.
+    assert told in (expected, expected[:-1])
     due = ({9}, {18, 21}, {24}, {30}, {57})
-    assert [step in of for step, of in zip(sorted(failed), due, strict=True)] == [True] * 5
+    assert [step in of for step, of in zip(sorted(failed), due, strict=False)] == [True] * len(told)
     committed = {e["step"] for e in disturbed.events("disturbed", "checkpoint_saved")}
     assert {12, 33, STEPS} <= committed
 
