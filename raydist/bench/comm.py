@@ -21,10 +21,10 @@ from torch import nn
 
 from raydist import registry
 from raydist.bench import collectives, predict
+from raydist.bench.failures import carried
 from raydist.bench.options import Ask, read
 from raydist.data.batches import MicroBatch
-from raydist.errors import RankFailed, RaydistError, UserError
-from raydist.launch.rank_main import facts
+from raydist.errors import RaydistError, UserError
 from raydist.spec import JobSpec, parse
 from raydist.worker import distributed
 from raydist.worker.comm import links
@@ -43,11 +43,7 @@ _GRADIENTS_S = 10.0
 
 def in_ranks(config: dict[str, Any]) -> dict[str, Any]:
     """Ray Train calls this in each worker. `config`: the fields of Ask. Re-raises every error as RankFailed."""
-    try:
-        return measure(config)
-    except Exception as error:
-        failure = facts(error, int(os.environ["RANK"]))
-        raise RankFailed(**{**failure, "bases": tuple(failure["bases"])}) from error
+    return carried(measure, config)
 
 
 def measure(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,15 +5,13 @@ Runs in: every rank, together. Torch, never ray.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from raydist.errors import RankFailed
-from raydist.launch.rank_main import facts
+from raydist.bench.failures import carried
 from raydist.worker import distributed
 from raydist.worker.comm import links
 from raydist.worker.comm.json_gather import gather_json
@@ -25,11 +23,7 @@ _WARM, _TIMES = 2, 9
 
 def in_ranks(config: dict[str, Any]) -> dict[str, Any]:
     """Ray Train calls this in each worker. `config`: `gpus` of each rank, `threads`. Re-raises every error as RankFailed."""
-    try:
-        return measure(config)
-    except Exception as error:
-        failure = facts(error, int(os.environ["RANK"]))
-        raise RankFailed(**{**failure, "bases": tuple(failure["bases"])}) from error
+    return carried(measure, config)
 
 
 def measure(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from raydist.cli.output import measurement_interrupted
 from raydist.cli.plan import parse_size
 from raydist.planner.vocabulary import vocabulary
 
@@ -132,8 +132,7 @@ def comm(
             job = _job(None, [], bench.workers(session))
         result = bench.run("raydist.bench.comm:in_ranks", asdict(ask), job, session, spread=spec is None)
     if isinstance(result, bench.Interrupted):
-        print("raydist: interrupted; no result was kept", file=sys.stderr)
-        raise typer.Exit(130 if result.signal == signal.SIGINT else 143)
+        raise measurement_interrupted(result)
     if as_json:
         print(json.dumps(result))
     else:

@@ -6,8 +6,6 @@ Runs in: the user's shell, or a Ray job's driver. Imports ray inside the command
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raydist.cli import options
+from raydist.cli.output import measurement_interrupted
 from raydist.cli.place import where
 from raydist.run.directory import default_storage
 from raydist.storage import Storage
@@ -57,8 +56,7 @@ def check(
     ):
         result = measured.run(job, session, home.full_uri, share)
     if isinstance(result, bench.Interrupted):
-        print("raydist: interrupted; no result was kept", file=sys.stderr)
-        raise typer.Exit(130 if result.signal == signal.SIGINT else 143)
+        raise measurement_interrupted(result)
     if as_json:
         print(json.dumps(result))
     else:

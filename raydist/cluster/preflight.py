@@ -11,7 +11,8 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -150,7 +151,8 @@ def check(
         problems += check_offload(spec.offload.path) + check_copies(spec.snapshot_every)
         problems += node_facts.lacks(asked, has[session.node_ip])
     else:
-        has, found = _check_nodes(spec, usable, run_uri, dataset, measure)
+        with _marked(Storage(run_uri)) as mark:
+            has, found = _check_nodes(spec, usable, run_uri, dataset, measure, mark)
         problems += found
     if problems:
         raise PreflightError("\n".join(problems))
@@ -190,17 +192,26 @@ def _speed(uri: str) -> dict[str, float]:
     return dict(zip(("storage_mb_s", "storage_iops"), node_facts.storage_speed(uri), strict=True))
 
 
+@contextmanager
+def _marked(storage: Storage) -> Iterator[str]:
+    """The name of a file that the storage has within the block: a node that does not see it has another storage."""
+    mark = f".shared-{uuid.uuid4().hex[:8]}"
+    storage.write(mark, b"raydist")
+    try:
+        yield mark
+    finally:
+        storage.delete(mark)
+
+
 def _check_nodes(
-    spec: JobSpec, alive: Sequence[Mapping[str, Any]], run_uri: str, dataset: str | None, measure: bool
+    spec: JobSpec, alive: Sequence[Mapping[str, Any]], run_uri: str, dataset: str | None, measure: bool, mark: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """What each node has, and the problems of all."""
+    """What each node has, and the problems of all. `mark`: see `_marked`."""
     import ray
     from ray.exceptions import GetTimeoutError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     modules = sorted({n.partition(":")[0] for n in (spec.model.name, spec.parallel.strategy) if ":" in n})
-    storage, mark = Storage(run_uri), f".shared-{uuid.uuid4().hex[:8]}"
-    storage.write(mark, b"raydist")
     look = ray.remote(num_cpus=0, max_retries=0)(look_around)
     begun = time.time()
     pending = {
@@ -250,7 +261,6 @@ def _check_nodes(
         if ip in holds:
             facts["problems"] += node_facts.lacks(spec.cluster.resources, has[ip])
         problems += [f"node {ip}: {p}" for p in facts["problems"]]
-    storage.delete(mark)
     return has, problems + [
         f"{line}; install the same" for line in node_facts.odd(has, {"nccl": "NCCL"}) if each["GPU"]
     ]
