@@ -23,6 +23,8 @@ MONITOR_S = 10.0
 """How long a monitor may be stopped before it is killed."""
 ZYGOTE = "zygote"
 """The process from which Ray's workers are forked. If it exits, Ray starts workers as it does by itself."""
+_EXITED = ("", "Z", "X")
+_EXIT_LOOK_S = 0.01
 _ACTORS = {"ray::Coordinator": "coordinator", "ray::RunMonitor": "monitor", "ray::WarmMonitor": "monitor"}
 
 
@@ -35,6 +37,8 @@ class PrivateHead:
         self._well = time.monotonic()
         self._stopped: dict[tuple[str, int], float] = {}
         """(name, pid) -> since when it has been stopped."""
+        self._monitors: list[int] = []
+        """As last seen: a dead raylet's actors are nobody's children."""
         self._dead = ""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="raydist-head", daemon=True)
@@ -62,6 +66,17 @@ class PrivateHead:
         names = " and ".join(f"{name} (process {pid})" for name, pid in sorted(self._stopped) if name != "monitor")
         return f"Ray's {names or 'head'} has been stopped, as by SIGSTOP, for {seconds:.0f} s"
 
+    def end_monitors(self) -> None:
+        """Kills the monitors of a dead head, which nothing starts again, and returns when they have exited: what they still write
+        would replace what the driver has written.
+        """
+        ours = [pid for pid in self._monitors if _actor(pid) == "monitor"]
+        for pid in ours:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        while any(_state(pid) not in _EXITED for pid in ours):
+            time.sleep(_EXIT_LOOK_S)
+
     def close(self) -> None:
         """Ends the thread."""
         self._closed.set()
@@ -73,12 +88,13 @@ class PrivateHead:
 
     def _look(self, now: float) -> None:
         for name, pid in self._processes.items():
-            if not self._dead and name != ZYGOTE and _state(pid) in ("", "Z", "X"):
+            if not self._dead and name != ZYGOTE and _state(pid) in _EXITED:
                 self._dead = f"Ray's {name} (process {pid}) has exited{_how(pid)}"
         if self._dead:
             return
         parents = [pid for name, pid in self._processes.items() if name != "GCS"]
         watched = [*self._processes.items(), *(actor for pid in parents for actor in _actors(pid))]
+        self._monitors = [pid for name, pid in watched if name == "monitor"]
         stopped = {one for one in watched if _state(one[1]) in ("T", "t")}
         self._stopped = {one: self._stopped.get(one, now) for one in stopped}
         for (name, pid), since in self._stopped.items():
@@ -91,7 +107,7 @@ class PrivateHead:
 
 def well(pid: int) -> bool:
     """Whether the process runs: it has neither exited nor been stopped."""
-    return _state(pid) not in ("", "Z", "X", "T", "t")
+    return _state(pid) not in (*_EXITED, "T", "t")
 
 
 def _state(pid: int) -> str:
@@ -115,10 +131,15 @@ def _how(pid: int) -> str:
 
 def _actors(parent: int) -> list[tuple[str, int]]:
     """(name, pid) of the process's children that are coordinators or monitors."""
-    found = []
     with suppress(OSError):
-        for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            with suppress(OSError):
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-                found += [(name, int(pid)) for mark, name in _ACTORS.items() if line.startswith(mark)]
-    return found
+        children = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
+        return [(name, pid) for pid in children if (name := _actor(pid))]
+    return []
+
+
+def _actor(pid: int) -> str:
+    """"coordinator" or "monitor"; "": another process, or none."""
+    with suppress(OSError):
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        return next((name for mark, name in _ACTORS.items() if line.startswith(mark)), "")
+    return ""

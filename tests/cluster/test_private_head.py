@@ -87,6 +87,20 @@ def test_a_process_that_was_killed(
     )
 
 
+def test_a_monitor_of_a_dead_head_is_ended(ray: tuple[PrivateHead, dict[str, int]], tmp_path: Path) -> None:
+    """So that it cannot replace the end that the driver writes. While the head lives it is let be."""
+    head, pids = ray
+    outage = HeadOutage(head, 40.0, RunDir(tmp_path))
+    head._look(head._well)
+    outage.end_monitors()
+    assert well(pids["monitor"])
+    send(pids["raylet"], signal.SIGKILL)
+    head._look(head._well)
+    outage.end_monitors()
+    assert not well(pids["monitor"])
+    assert well(pids["coordinator"])
+
+
 def test_the_zygote_is_not_needed(ray: tuple[PrivateHead, dict[str, int]]) -> None:
     """Without it Ray starts its workers by itself."""
     head, pids = ray

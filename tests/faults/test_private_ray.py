@@ -63,7 +63,7 @@ class Trained:
         _, alive = psutil.wait_procs(self.below, timeout=120)
         assert not alive, err
         assert "Traceback" not in err, err
-        assert self.project.show(self.name)["status"] == "stopped", (self.process.returncode, err)
+        assert self.project.show(self.name)["status"] == "stopped", f"exit code {self.process.returncode}: {err}"
         return self.process.returncode, err
 
 

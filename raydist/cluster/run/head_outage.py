@@ -69,6 +69,11 @@ class HeadOutage:
         """What is wrong with the head, now."""
         return self._head.why(self._head.silent_s) if self._head is not None else ""
 
+    def end_monitors(self) -> None:
+        """If a private Ray is dead: returns when none of its monitors can write any more."""
+        if isinstance(self._head, PrivateHead) and self._head.dead:
+            self._head.end_monitors()
+
     def close(self) -> None:
         """Ends the HeadMonitor's thread."""
         if self._head is not None:

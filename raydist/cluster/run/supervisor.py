@@ -243,6 +243,7 @@ class Supervisor:
             self._view.note(
                 f"the monitor did not write the run's end, and its last records: {str(error).splitlines()[0]}"
             )
+            self._outage.end_monitors()
             write_end(self._run, ending.status, ending.cause)
         except Exception as error:
             if ending.status != "stopped":
