@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.errors import NonFinite
 from raydist.ipc.heartbeat import Heartbeat
+from raydist.worker.comm.groups import another
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.loss import Loss, call_model
 from raydist.worker.loss.cross_entropy import loss_sum as loss_sum
@@ -90,7 +91,9 @@ class TrainStep:
         self.mesh, self.strategy, self.optimizer, self.precision = mesh, strategy, optimizer, precision
         self.full_tokens, self._clip, self.hooks = full_tokens, clip, hooks
         self._split, self._replica = split, replica
-        group = _group_of(replica) if replica else dist.group.WORLD
+        group = dist.group.WORLD
+        if replica:
+            group = another(replica.members) if len(replica.members) > 1 else None
         self._grad_norm = GradNorm(parameters, mesh.rank, group) if parts is None else RowNorm(parameters, mesh.rank)
         self.optimizer_hooks = hooks_of(optimizer, strategy.scale_grads)
         self.heartbeat = heartbeat or Heartbeat()
@@ -367,14 +370,6 @@ def add_loss(sums: torch.Tensor, loss: torch.Tensor, parts: Parts | None) -> Non
         sums[0] += loss.detach()
     elif parts.term is not None:
         sums[parts.term] += loss.detach()
-
-
-def _group_of(replica: Mesh) -> dist.ProcessGroup | None:
-    """The ranks of one replica; None if it is one. They create the group alone."""
-    if len(replica.members) == 1:
-        return None
-    made: dist.ProcessGroup = dist.new_group(replica.members, use_local_synchronization=True)
-    return made
 
 
 def _finite(x: float) -> bool:

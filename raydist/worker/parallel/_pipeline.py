@@ -29,6 +29,7 @@ from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker.comm.compression.reducer import Reducer, reducers_of
+from raydist.worker.comm.groups import another
 from raydist.worker.comm.tree import sum_flat
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import Example, ParallelStrategy, ParamShard, Work
@@ -161,10 +162,10 @@ class Pipeline:
         self._peers = mesh.peers("pipeline")
         # NCCL ignores tags, and runs the transfers of a group one by one: each way gets a group.
         ways = 1 if mesh.rank.device.type == "cpu" else 4 if self._chunks == 1 else 8
-        self._ways = [self._group] + [_another(self._peers) for _ in range(ways - 1)]
+        self._ways = [self._group] + [another(self._peers) for _ in range(ways - 1)]
         for ranks in self._tied:
             if mesh.pipeline_rank in ranks:
-                self._tie_groups[ranks] = _another([self._peers[r] for r in ranks])
+                self._tie_groups[ranks] = another([self._peers[r] for r in ranks])
         for stage in self.stages:
             stage.strategy.wrap(stage.module, _ExampleOfStage(self, stage, example))
         for sent, _ in self._told:
@@ -277,12 +278,6 @@ class Pipeline:
         wraps = (source < target) != (source % self._mesh.pipeline < target % self._mesh.pipeline)
         tag = (kind == "backward") + 2 * (source % 2) + 4 * wraps
         return {"group": self._ways[tag % len(self._ways)], "tag": tag}
-
-
-def _another(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A new group, which its members alone create."""
-    made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-    return made
 
 
 class _ExampleOfStage:
