@@ -232,7 +232,7 @@ class LossSpike(InForward):
     factor: float = Field(1000.0, gt=1, description="The factor.")
 
 
-class FlipBit(OfRank):
+class FlipBit(AtPhase):
     """Flips one bit of a parameter, on this rank only."""
 
     fault: Literal["flip_bit"] = "flip_bit"
@@ -245,11 +245,6 @@ class FlipBit(OfRank):
     bit: int = Field(
         20, ge=0, le=7 + 3 * 8, description="The bit's number in the first four bytes that this rank holds."
     )
-
-    @property
-    def at(self) -> Phase:
-        """The phase as given."""
-        return self.phase
 
 
 class SlowRank(InForward):

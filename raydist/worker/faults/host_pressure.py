@@ -64,7 +64,7 @@ def quota(seconds: float, cpus: float) -> Callable[[], None]:
         with contextlib.suppress(OSError):
             own.rmdir()
         raise InjectedError(f"cpu_quota: {error}; it needs root and a writable {found.mount}") from error
-    # If this process is killed, another one removes the group.
+    # If this process is killed, or the kernel is not done with it in `end`, another one removes the group.
     _below(["sh", "-c", "while kill -0 $1 2>/dev/null && [ -d $2 ]; do sleep 1; done; rmdir $2 2>/dev/null", "sh",
             str(os.getpid()), str(own)], before)  # fmt: skip
 
