@@ -169,7 +169,10 @@ class Saver:
         stage = self._stage_for(tensors)
         stage.ready()
         self._save = save
-        threading.Thread(target=self._work, args=(save, stage), name="raydist-checkpoint", daemon=True).start()
+        try:
+            threading.Thread(target=self._work, args=(save, stage), name="raydist-checkpoint", daemon=True).start()
+        except RuntimeError:  # no thread can be started now; the other ranks' threads wait for this rank
+            self._work(save, stage)
         if not self._asynchronous:
             save.done.wait(self._timeout_s)
         save.stalled += time.perf_counter() - begun
