@@ -26,8 +26,8 @@ from tests.processes import command_line, runs
 
 MARK = "RAYDIST_TEST_SESSION"
 """Environment variable; a session within a test appends to its value."""
-WAIT_S = 10.0
-"""Processes that were killed, or whose parent has just exited, take a moment to exit."""
+WAIT_S = 60.0
+"""Processes that were killed, or whose parent has just exited, take a moment to exit, and longer on a busy machine."""
 SHM, NAMESPACES = Path(os.environ.get("RAYDIST_TEST_SHM", "/dev/shm")), Path("/run/netns")
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Child processes of the test process, which stay until it exits."""
