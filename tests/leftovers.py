@@ -26,8 +26,9 @@ from tests.processes import command_line, runs
 
 MARK = "RAYDIST_TEST_SESSION"
 """Environment variable; a session within a test appends to its value."""
-WAIT_S = 60.0
-"""Processes that were killed, or whose parent has just exited, take a moment to exit, and longer on a busy machine."""
+WAIT_S, WITHIN_S = 60.0, 10.0
+"""Processes that were killed, or whose parent has just exited, take a moment to exit, on a busy machine a longer one. WITHIN_S: in
+a session within a test; some of these leave a process behind on purpose."""
 SHM, NAMESPACES = Path(os.environ.get("RAYDIST_TEST_SHM", "/dev/shm")), Path("/run/netns")
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Child processes of the test process, which stay until it exits."""
@@ -38,7 +39,8 @@ class _Before:
     """What existed when the session began, and what the xdist processes have reported since."""
 
     def __init__(self) -> None:
-        self.within = "/" in os.environ.get(MARK, "").strip("/") and "RAYDIST_TEST_SHM" not in os.environ
+        inner = "/" in os.environ.get(MARK, "").strip("/")
+        self.within, self.wait_s = inner and "RAYDIST_TEST_SHM" not in os.environ, WITHIN_S if inner else WAIT_S
         self.files, self.mounts = _files(), _mounts()
         self.ports = _ports()
         self.reported: list[str] = []
@@ -65,7 +67,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         session.config.workeroutput["leftovers"] = ports  # type: ignore[attr-defined]
         return
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + before.wait_s
     while (found := _found(before)) and time.monotonic() < deadline:
         if not before.within:
             _clear_after_killed_drivers()  # again and again: a board may have a writer that is about to exit
