@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from raydist.faults import host_kinds  # noqa: F401 - its faults are subclasses, too
-from raydist.faults.base import AtPhase, By, Fault, InForward, OfRank, Phase
+from raydist.faults.base import AtPhase, By, Fault, InForward, OfRank
 
 
 class Kill(AtPhase):
@@ -141,7 +141,7 @@ class LossSpike(InForward):
     factor: float = Field(1000.0, gt=1, description="The factor.")
 
 
-class FlipBit(OfRank):
+class FlipBit(AtPhase):
     """Flips one bit of a parameter, on this rank only."""
 
     fault: Literal["flip_bit"] = "flip_bit"
@@ -154,11 +154,6 @@ class FlipBit(OfRank):
     bit: int = Field(
         20, ge=0, le=7 + 3 * 8, description="The bit's number in the first four bytes that this rank holds."
     )
-
-    @property
-    def at(self) -> Phase:
-        """The phase as given."""
-        return self.phase
 
 
 class SlowRank(InForward):

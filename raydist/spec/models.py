@@ -15,7 +15,8 @@ from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
 from raydist.spec import comm, mesh, virtual_ranks
 from raydist.spec.comm import CommSpec
-from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, problem
+from raydist.spec.parallel import ParallelSpec
+from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, problem, short_name
 from raydist.spec.running import (
     CheckpointSpec,
     ClusterSpec,
@@ -23,10 +24,8 @@ from raydist.spec.running import (
     HookSpec,
     ObserveSpec,
     OffloadSpec,
-    ParallelSpec,
     RecoverySpec,
     SpikeSpec,
-    short_name,
 )
 from raydist.spec.training import (
     BatchingSpec,

@@ -96,7 +96,8 @@ def _in_own_group(
 
     try:
         own.mkdir()
-        # If this process is killed, another one, which is not ended with it, removes the group.
+        # If this process is killed, or the kernel is not done with it in `end`, another one removes the group, which is not ended
+        # with this one.
         subprocess.run(["setsid", "--fork", "sh", "-c", _REMOVE, "sh", str(os.getpid()), str(own)],
                        check=True, cwd="/", **_NOWHERE)  # fmt: skip
         if found.version == 2:

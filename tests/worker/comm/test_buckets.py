@@ -16,13 +16,16 @@ from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.data.prepare import prepare
 from raydist.run.directory import RunDir, begin_attempt
-from raydist.spec import JobSpec
+from raydist.spec import CommSpec, JobSpec
 from raydist.worker.attempt import Job, MonitorChannel
+from raydist.worker.comm import groups
 from raydist.worker.comm.buckets import choose
 from raydist.worker.comm.buckets.measure import Passes, all_reduce_line, passes
 from raydist.worker.comm.buckets.model import MIB, AlphaBeta, Arrival, buckets, exposed, fit, suggest
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
+from raydist.worker.mesh import Mesh
+from raydist.worker.parallel.ddp import Strategy
 from raydist.worker.step import loss_sum
 from tests.training import VOCAB, job, run, samples
 
@@ -179,6 +182,27 @@ def test_buckets_are_ddps(ranks: Any, bucket_mb: float | None) -> None:
         assert len(ours) > 1
 
 
+def opened(rank: Rank, ways: list[dict[str, Any]]) -> list[int]:
+    """The number of torch's groups after a trial of each of these, and after the run's own strategy of the last one."""
+    counts = []
+    for comm in ways:
+        spec = wide().model_copy(update={"comm": CommSpec.model_validate(comm)})
+        passes(spec, rank, 0.25, build, example)
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    Strategy(spec, Mesh(rank)).wrap(build(), example)
+    again = Strategy(spec, Mesh(rank))
+    again.wrap(build(), example)
+    return [*counts, len(dist.distributed_c10d._world.pg_map)]
+
+
+def test_trials_use_their_groups_again(ranks: Any) -> None:
+    """int8 takes two groups on gloo and `direct` one: later trials open none, and neither does the run. Only a second strategy
+    beside it does, whose messages must not meet those of the first."""
+    for counts in run(ranks, opened, 2, [{}, {"compress": "int8"}, {"topology": "direct"}, {"compress": "int8"}]):
+        start = counts[0]
+        assert counts == [start, start + 2, start + 2, start + 2, start + 4]
+
+
 def line_of(rank: Rank) -> AlphaBeta:
     """The fitted line of an all-reduce."""
     return all_reduce_line(rank)
@@ -309,3 +333,21 @@ def test_a_kept_size_is_the_one_that_trains(ranks: Any, dataset: str, tmp_path: 
     assert notes == ["parallel.bucket_mb: auto: it was so"]
     assert kept == asked
     assert kept != torchs
+
+
+def bound(rank: Rank) -> list[Any]:
+    """The devices of groups that are made while the world is bound to one, and of the world afterwards."""
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda", 0)
+    try:
+        made = [groups.another(range(rank.world_size), alone=alone) for alone in (False, True)]
+        return [str(group.bound_device_id) for group in (*made, world)]
+    finally:
+        world.bound_device_id = None
+
+
+def test_members_alone_connect_a_group(ranks: Any) -> None:
+    """A group that other ranks know nothing of has no device: torch then splits no communicator that all of them share."""
+    for devices in run(ranks, bound, 2):
+        assert devices == ["cuda:0", "None", "cuda:0"]

@@ -427,7 +427,12 @@ def test_the_pressure_of_a_host_ends() -> None:
     run.communicate(timeout=300)
     _, alive = psutil.wait_procs(hogs, timeout=60)
     assert not alive
-    assert not list(Path("/sys/fs/cgroup").glob(f"**/raydist-fault-{run.pid}"))
+    until = (
+        time.monotonic() + 240
+    )  # a busy kernel may refuse to remove it at once: the helper then tries after a second
+    while left := list(Path("/sys/fs/cgroup").glob(f"**/raydist-fault-{run.pid}")):
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
 
 
 def test_garbage_is_collected_in_each_step(tmp_path: Path) -> None:
