@@ -21,6 +21,7 @@ Runs anywhere. Imports nothing of raydist except what removes secrets and contro
     ├── TraceFailed                   3: a running job returned no trace, or only a part
     ├── StopFailed                    3: a run did not stop in time, or its driver died
     ├── RankRefused                   3: a process that is not of this attempt has taken a rank's place
+    ├── HeadReplaced                  3: Ray's head was started again, as another cluster
     ├── Rollback                      3: the attempt ended in order to resume from a checkpoint
     └── TrainingStopped               3: the run ended before its last step, and a restart would not help
         ├── NonFinite                 NaN or Inf in the loss or in the gradients (also an ArithmeticError)
@@ -145,6 +146,10 @@ class RankRefused(RaydistError):
 
 class Rollback(RaydistError):
     """The attempt ended on purpose: a restart resumes from the newest checkpoint, and skips the bad batch if there was one."""
+
+
+class HeadReplaced(RaydistError):
+    """Another cluster answers at the address of Ray's head. Many calls of Ray abort this process then."""
 
 
 class TrainingStopped(RaydistError):

@@ -356,16 +356,21 @@ class Cluster:
         self._env = {**clean, **LEAN, **self.environment, **own, **(env or {})}
         self._watch: Process | None = None
 
-    def restart(self, size: int) -> None:
-        """All hosts lose power, then the first `size` of them form a cluster again."""
+    def restart(self, size: int, port: int = 6379) -> None:
+        """All hosts lose power, then the first `size` of them form a cluster again, whose head has that port."""
         self.close()
-        self._size = size
+        self._size, self.address = size, f"{self.hosts[0].ip}:{port}"
         self.__enter__()
+
+    def start_head(self) -> None:
+        """Starts a head on host 0. Nodes that had another head know nothing of it."""
+        port = self.address.rpartition(":")[2]
+        self._start(self.hosts[0], "--head", f"--port={port}", f"--temp-dir={_OWN_RAY}", "--include-dashboard=false")
 
     def __enter__(self) -> Cluster:
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            self._start(self.hosts[0], "--head", "--port=6379", f"--temp-dir={_OWN_RAY}", "--include-dashboard=false")
+            self.start_head()
             self._watch = self.hosts[0].popen(
                 [sys.executable, "-m", "tests.hosts", self.address],
                 cwd=Path(__file__).parents[1], env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -23,6 +23,8 @@ class HeadMonitor:
     def __init__(self, address: str) -> None:
         self.address = address
         self._last_answer = time.monotonic()
+        self.dead = False
+        """Whether another cluster answers at that address: see `replace`."""
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="raydist-head", daemon=True).start()
 
@@ -31,11 +33,17 @@ class HeadMonitor:
         """Seconds since the head last answered."""
         return time.monotonic() - self._last_answer
 
-    dead, patience_s = False, 0.0
-    """A cluster's head may come back."""
+    patience_s = 0.0
+    """How long a run may go on with a dead head."""
+
+    def replace(self) -> None:
+        """The head was started again: its cluster is another one, in which the run has no actor. From any thread."""
+        self.dead = True
 
     def why(self, seconds: float) -> str:
         """What is wrong, for a run's cause."""
+        if self.dead:
+            return f"Ray's head at {self.address} was started again, as another cluster, which does not have this run's actors"
         return f"Ray's head at {self.address} has not answered for {seconds:.0f} s"
 
     def close(self) -> None:

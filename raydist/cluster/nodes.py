@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from raydist.errors import HeadReplaced
 from raydist.spec.resources import ResourcesSpec
 
 NODE_ID_LABEL = "ray.io/node-id"
@@ -21,6 +22,7 @@ NODE_ID_LABEL = "ray.io/node-id"
 _ANSWER_S = 60.0
 """How long a task may take to run on a node (its process is new, and the node may be busy), and its answer counts."""
 _CONNECT_S = 1.0
+_STATE_S = 30.0
 _AT_ONCE = 64
 
 
@@ -75,7 +77,8 @@ def look() -> list[Node]:
 
     from raydist.cluster.ray_private import available_resources_per_node
 
-    free, draining = available_resources_per_node(), drained()
+    draining = drained()  # first: it alone does not abort this process if the head was started again
+    free = available_resources_per_node()
     return [Node(n["NodeID"], free.get(n["NodeID"], {}), n["NodeID"] in draining) for n in ray.nodes() if n["Alive"]]
 
 
@@ -103,10 +106,24 @@ def unusable(asked: ResourcesSpec) -> set[str]:
 
 
 def drained() -> set[str]:
-    """Ids of the nodes that are draining: by `ray drain-node`, an autoscaler, or SIGTERM to their raylet."""
-    from raydist.cluster.ray_private import cluster_state
+    """Ids of the nodes that are draining: by `ray drain-node`, an autoscaler, or SIGTERM to their raylet. None while the head does
+    not answer. Raises HeadReplaced.
+    """
+    from ray.exceptions import RayError
 
-    return set(cluster_state.get_draining_nodes())
+    from raydist.cluster.ray_private import gcs_pb2, internal_kv_get_gcs_client
+
+    try:
+        nodes = internal_kv_get_gcs_client().get_all_node_info(timeout=_STATE_S)
+    except RayError as error:
+        if "WrongClusterID" in str(error):
+            raise HeadReplaced(
+                "Ray's head was started again, as another cluster, which does not have this run's actors",
+                "run the same command again to continue",
+            ) from error
+        return set()
+    draining = gcs_pb2.NodeSnapshot.DRAINING
+    return {node.hex() for node, facts in nodes.items() if facts.state_snapshot.state == draining}
 
 
 def unreachable(ids: Iterable[str] | None = None) -> set[str]:

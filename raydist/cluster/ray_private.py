@@ -142,11 +142,10 @@ NAMES = {
         "the free resources of each node: how many workers have room",
         "ray.available_resources() has the sum of all nodes",
     ),
-    "cluster_state": PrivateName(
-        "ray._private.state:state",
-        "the nodes that are being drained, which the run then leaves",
-        "ray.nodes() and the state API do not say which nodes are draining",
-        ("get_draining_nodes",),
+    "internal_kv_get_gcs_client": PrivateName(
+        "ray.experimental.internal_kv:internal_kv_get_gcs_client",
+        "the nodes that are being drained, which the run then leaves; raises if the head was started again",
+        "ray.nodes() does not say which nodes are draining; get_draining_nodes aborts this process if the head was started again",
     ),
     "GcsClient": PrivateName(
         "ray._raylet:GcsClient",
@@ -158,6 +157,12 @@ NAMES = {
         "the reason of a drain",
         "only the command `ray drain-node` has it",
         ("DrainNodeReason",),
+    ),
+    "gcs_pb2": PrivateName(
+        "ray.core.generated.gcs_pb2",
+        "the state of a node that is being drained",
+        "ray.nodes() does not say which nodes are draining",
+        ("NodeSnapshot",),
     ),
     # --- cluster/package.py: what is shipped to a cluster
     "get_runtime_env_default_excludes": PrivateName(

@@ -38,8 +38,8 @@ class HeadOutage:
 
     @property
     def cut_off(self) -> bool:
-        """Whether no actor can be called any more."""
-        return self.dead and self._head is not None and not self._head.patience_s
+        """Whether no actor can be called any more. Those of a cluster whose head was started again may live for a while."""
+        return isinstance(self._head, PrivateHead) and self._head.dead and not self._head.patience_s
 
     def look(self, asked: bool = False) -> Literal["same", "silent", "answers", "gone"]:
         """What has changed since the last call. "gone": the head has been silent for longer than the limit. `asked`: the user has
@@ -61,10 +61,15 @@ class HeadOutage:
         if self._head is None or not self.silent:
             return None
         then = "run the same command again to continue"
-        if isinstance(self._head, HeadMonitor):
+        if isinstance(self._head, HeadMonitor) and not self._head.dead:
             then = f"once it does, {then}, with another --address if it has moved"
         cause = f"{self._head.why(self._head.silent_s)}; {then}"
         return Ending("stopped", self._run.newest_step(), cause=cause)
+
+    def replaced(self) -> None:
+        """The head was started again, as another cluster. From any thread."""
+        if isinstance(self._head, HeadMonitor):
+            self._head.replace()
 
     def why(self) -> str:
         """What is wrong with the head, now."""

@@ -8,7 +8,9 @@ StopRequest and HeadOutage. Never imports torch; imports ray in functions only.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from raydist.checkpoint.mirrors import newest_attempt
@@ -23,7 +25,7 @@ from raydist.cluster.run.request import Ending, Request, worker_env
 from raydist.cluster.run.root_cause import Failure
 from raydist.cluster.run.stop_request import StopRequest
 from raydist.cluster.run.worker_group import Group
-from raydist.errors import StorageError
+from raydist.errors import HeadReplaced, StorageError
 from raydist.run.directory import RunDir, begin_attempt
 from raydist.run.log import last_attempt
 
@@ -102,13 +104,13 @@ class RestartLoop:
                 begin_attempt(run, number)  # an earlier attempt, wherever it still runs, can no longer commit
                 workers = self._elasticity.workers
                 self._monitor.begin_attempt(number, workers, run.newest_step())
-                places = group.places(workers, self._elasticity.look)
+                places = group.places(workers, self._look)
                 snapshot = memory_checkpoints.job(places) if memory_checkpoints and places else None
                 if node_monitors and places:
                     node_monitors.watch(places.values())
                 resumed = max(run.newest_step(), snapshot["step"] or 0 if snapshot else 0)
                 job = self._job(number, incident, snapshot)
-                result = group.attempt(job, workers, self._monitor.actor, self._elasticity.look)
+                result = group.attempt(job, workers, self._monitor.actor, self._look)
                 over = time.time()
                 if result.failure is None:
                     value = result.value
@@ -136,6 +138,21 @@ class RestartLoop:
             if node_monitors is not None:
                 node_monitors.close()
 
+    def _look(self) -> None:
+        with self._headed():
+            self._elasticity.look()
+
+    @contextlib.contextmanager
+    def _headed(self) -> Iterator[None]:
+        """If the head was started again, this thread goes no further: any other call of Ray may abort this process. The main
+        thread ends the run.
+        """
+        try:
+            yield
+        except HeadReplaced:
+            self._outage.replaced()
+            threading.Event().wait()
+
     def _node_monitors(self) -> NodeMonitors:
         every = self._spec.observe.interval_s
         assert every is not None
@@ -144,7 +161,8 @@ class RestartLoop:
 
     def _gather(self) -> Group | Ending:
         """The group of the next attempt; an Ending if there is none."""
-        found = self._elasticity.gather()
+        with self._headed():
+            found = self._elasticity.gather()
         if found is None:
             return Ending("interrupted", self._request.run.newest_step(), signal=self._stop_request.signals[0])
         if isinstance(found, Stop):
