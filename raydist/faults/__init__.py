@@ -9,8 +9,10 @@ A fault happens once in a run, even across restarts and new drivers: a note in t
 is kept. `times` allows more.
 """
 
+from raydist.faults.base import Fault
+from raydist.faults.host_kinds import *  # noqa: F403  # each fault is a class
 from raydist.faults.kinds import *  # noqa: F403  # each fault is a class
-from raydist.faults.kinds import KINDS, Fault, fields, summary
+from raydist.faults.kinds import KINDS, fields, summary
 from raydist.faults.load import load, parse
 from raydist.faults.notes import done, names, note, read_notes
 
