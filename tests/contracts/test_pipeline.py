@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from raydist import registry
@@ -129,6 +130,19 @@ def test_tied_weights_of_the_first_and_the_last_stage(ranks: Any, strategy: str,
     """Their gradient is the sum of both stages', in another order than in one process: 3e-6. It counts once in the norm."""
     for got in run(ranks, train, world, mesh_job(strategy, 1, {**DEEP, "tie_embeddings": True}, TWO)):
         near(got, reference(ranks, tied=True), 3e-6)
+
+
+def groups_after(rank: Rank, spec: JobSpec) -> tuple[Result, int]:
+    """And the number of torch's groups."""
+    return train(rank, spec), len(dist.distributed_c10d._world.pg_names)
+
+
+def test_stages_between_tied_ones_make_as_many_groups(ranks: Any) -> None:
+    """By their number torch names the next group of all stages: with another one, ranks would wait for each other for ever."""
+    found = run(ranks, groups_after, 3, mesh_job("ddp", 1, {**DEEP, "tie_embeddings": True}, {"pipeline": 3}))
+    for got, _ in found:
+        near(got, reference(ranks, tied=True), 3e-6)
+    assert len({count for _, count in found}) == 1
 
 
 @pytest.mark.parametrize(("strategy", "world", "tied"), [("ddp", 4, False), ("ddp", 4, True), ("zero3", 8, True)])

@@ -3,8 +3,9 @@
 Runs in: each train worker. Torch, never ray.
 
 A group of a trial is kept rather than destroyed: torch derives the name of a group from its ranks and the number of open groups
-(2.13), so that one made after another was destroyed would have its name, and find its addresses in the store. With NCCL each
-group also holds GPU memory, which a second trial of the same ranks would take once more.
+(2.13), so that one made after another was destroyed would have its name, and find its addresses in the store. For the same reason
+ranks that will share a group later must have made as many before. With NCCL each group also holds GPU memory, which a second trial
+of the same ranks would take once more.
 """
 
 from __future__ import annotations

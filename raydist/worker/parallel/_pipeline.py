@@ -127,10 +127,11 @@ class Pipeline:
         ways = 1 if mesh.rank.device.type == "cpu" else 4 if self._chunks == 1 else 8
         self._links = Links(peers, [group, *(another(peers) for _ in range(ways - 1))], mesh.pipeline * self._chunks)
         for ranks in self._tied:
-            if mesh.pipeline_rank in ranks:
-                self._tie_groups[ranks] = another(
-                    [peers[r] for r in ranks], alone=True
-                )  # stages between have no part of it
+            # Torch names a group by its ranks and the number of groups before: a stage that has no part makes one by itself.
+            among = ranks if mesh.pipeline_rank in ranks else (mesh.pipeline_rank,)
+            group = another([peers[r] for r in among], alone=True)
+            if among is ranks:
+                self._tie_groups[ranks] = group
         for stage in self.stages:
             stage.strategy.wrap(stage.module, _ExampleOfStage(self, stage, example))
         for sent, _ in self._told:
