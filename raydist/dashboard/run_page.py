@@ -134,8 +134,8 @@ def _now(now: Mapping[str, Any]) -> list[Markup] | Markup:
             [row["host"], tag("b", " the others wait for it", class_="fair") if row["slow"] else None],
             "-" if row["step"] is None else f"{row['step']:,}",
             "-" if row["memory_bytes"] is None else text.size(row["memory_bytes"]),
-            *(_percent(row[name]) for name in ("memory_used", "compute", "exposed", "data", "gpu_util")),
-            *(_speed(nodes.get(row["node"], {}).get(f"nic_{way}_bytes_per_second")) for way in ("in", "out")),
+            *(text.percent(row[name]) for name in ("memory_used", "compute", "exposed", "data", "gpu_util")),
+            *(text.speed(nodes.get(row["node"], {}).get(f"nic_{way}_bytes_per_second")) for way in ("in", "out")),
         )
         for row in sorted(few, key=lambda row: row["rank"])
     ]
@@ -162,10 +162,10 @@ def _nodes(now: Mapping[str, Any]) -> list[Markup]:
     nodes = [
         (
             f"{row['host']} {row['node']}",
-            _percent(row["cpu_util"]),
+            text.percent(row["cpu_util"]),
             _used(row["memory_used_bytes"], row["memory_total_bytes"]),
             row["nic"] or "-",
-            *(_speed(row[f"nic_{way}_bytes_per_second"]) for way in ("in", "out")),
+            *(text.speed(row[f"nic_{way}_bytes_per_second"]) for way in ("in", "out")),
         )
         for row in now["nodes"][:_RANKS]
     ]
@@ -173,7 +173,7 @@ def _nodes(now: Mapping[str, Any]) -> list[Markup]:
         (
             f"{row['host']} {row['gpu']}",
             row["gpu_name"] or "-",
-            _percent(row["gpu_util"]),
+            text.percent(row["gpu_util"]),
             _used(row["gpu_memory_used_bytes"], row["gpu_memory_total_bytes"]),
             "-" if row["gpu_power_watts"] is None else f"{row['gpu_power_watts']:.0f} W",
             "-" if row["gpu_temperature_celsius"] is None else f"{row['gpu_temperature_celsius']:.0f} °C",
@@ -242,11 +242,3 @@ def _change(seen: Seen, others: Mapping[str, Other]) -> list[Markup]:
 
 def _files() -> Markup:
     return tag("p", tag("a", "steps.csv", href="?download=steps.csv"), ": one row per step, with all columns.")
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
-
-
-def _speed(rate: float | None) -> str:
-    return "-" if rate is None else f"{text.size(rate)}/s"
