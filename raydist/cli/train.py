@@ -66,6 +66,12 @@ def train(
             "--exclude-slow", help="Measure the nodes first, as `raydist check` does, and leave out the slow ones."
         ),
     ] = False,
+    dashboard: Annotated[
+        bool,
+        typer.Option(
+            "--dashboard", help="Serve the run's live page to this machine while it trains, and print its address."
+        ),
+    ] = False,
     as_json: options.LastJson = False,
 ) -> None:
     """Train a job to its end. The same command again resumes it."""
@@ -80,6 +86,7 @@ def train(
         from raydist.checkpoint import hub, source
         from raydist.cluster import preflight
         from raydist.dashboard.announced import link
+        from raydist.dashboard.beside import beside
         from raydist.observe.exporters import resolve
         from raydist.run.lease import DriverLease
         from raydist.spec import load
@@ -104,7 +111,7 @@ def train(
             if message := _already(run, job, dataset.fingerprint, total, until, allow_spec_change):
                 starting.note(message)
             else:
-                if (page := link(run)) is not None:
+                if not dashboard and (page := link(run)) is not None:
                     starting.note(f"raydist: its live page: {page}")
                 _train(
                     job,
@@ -120,6 +127,7 @@ def train(
                     starting,
                     wait_for_nodes,
                     exclude_slow,
+                    beside(run, starting.note) if dashboard else contextlib.nullcontext(),
                 )
     from raydist.report.summary import show
 
@@ -204,6 +212,7 @@ def _train(
     starting: Starting,
     wait_for_nodes: float,
     exclude_slow: bool,
+    pages: contextlib.AbstractContextManager[None],
 ) -> None:
     place = where(address)
     starting.stage("ray", None if place == "local" else "connecting to Ray")
@@ -218,6 +227,7 @@ def _train(
     cwd = Path.cwd()
     run.storage.write(SPEC, stored(job).encode())
     with (
+        pages,
         run_logs(run) as log_dir,
         open_session(
             place,

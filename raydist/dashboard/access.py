@@ -76,9 +76,9 @@ class Door:
         name = f"[{shown}]" if ":" in shown else shown
         return f"http://{name}:{self.port}"
 
-    def url(self) -> str:
-        """The address for the browser, with the token."""
-        return f"{self.address}/?{PARAMETER}={self.token}"
+    def url(self, path: str = "/") -> str:
+        """The address for the browser of that page, with the token."""
+        return f"{self.address}{path}?{PARAMETER}={self.token}"
 
     def _ours(self, host: str) -> bool:
         """A number cannot be made to resolve to something else. The port may be that of an SSH tunnel."""

@@ -76,12 +76,13 @@ def page(run: RunDir, seen: Seen, found: Mapping[str, Any] | None, view: RunView
         "head": head,
         "doctor": section("Findings", _present(seen.now) if running else _doctor(found), id="doctor"),
         **({"now": section("Now", _now(seen.now), id="now")} if running else {}),
+        **({"nodes": section("Nodes and GPUs", _nodes(seen.now), id="nodes")} if seen.now["nodes"] else {}),
         "view": form(view),
         "training": made.pop("training"),
         "goodput": made.pop("goodput"),
         **{name: made.pop(name) for name in ("ranks", "communication", "incidents", "attempts")},
         "checkpoints": section("Checkpoints", _checkpoints(seen.checkpoints), id="checkpoints"),
-        "logs": section("Output", _output(run, seen.attempt, view.rank), id="logs"),
+        "logs": section("Output", _output(run, seen.attempt, view), id="logs"),
         **({"change": section("Difference of the jobs", _change(seen, others), id="change")} if others else {}),
         **made,
         "files": section("Data", _files(), id="files"),
@@ -130,7 +131,7 @@ def _now(now: Mapping[str, Any]) -> list[Markup] | Markup:
     cells = [
         (
             row["rank"],
-            [row["host"], tag("b", " the others wait for it", class_="fair") if row["slowest"] else None],
+            [row["host"], tag("b", " the others wait for it", class_="fair") if row["slow"] else None],
             "-" if row["step"] is None else f"{row['step']:,}",
             "-" if row["memory_bytes"] is None else text.size(row["memory_bytes"]),
             *(text.percent(row[name]) for name in ("memory_used", "compute", "exposed", "data", "gpu_util")),
@@ -156,6 +157,49 @@ def _now(now: Mapping[str, Any]) -> list[Markup] | Markup:
     return [tag("p", words), table(columns, cells)]
 
 
+def _nodes(now: Mapping[str, Any]) -> list[Markup]:
+    """The hardware by its newest readings, in the order of addresses."""
+    nodes = [
+        (
+            f"{row['host']} {row['node']}",
+            text.percent(row["cpu_util"]),
+            _used(row["memory_used_bytes"], row["memory_total_bytes"]),
+            row["nic"] or "-",
+            *(text.speed(row[f"nic_{way}_bytes_per_second"]) for way in ("in", "out")),
+        )
+        for row in now["nodes"][:_RANKS]
+    ]
+    gpus = [
+        (
+            f"{row['host']} {row['gpu']}",
+            row["gpu_name"] or "-",
+            text.percent(row["gpu_util"]),
+            _used(row["gpu_memory_used_bytes"], row["gpu_memory_total_bytes"]),
+            "-" if row["gpu_power_watts"] is None else f"{row['gpu_power_watts']:.0f} W",
+            "-" if row["gpu_temperature_celsius"] is None else f"{row['gpu_temperature_celsius']:.0f} °C",
+            tag("b", row["gpu_throttle"], class_="fair") if row["gpu_throttle"] else "-",
+        )
+        for row in now["gpus"][:_RANKS]
+    ]
+    made = [table(("node", "CPU>", "memory>", "network", "in>", "out>"), nodes)]
+    if gpus:
+        made.append(table(("GPU", "model", "busy>", "memory>", "power>", "temperature>", "clocks reduced by"), gpus))
+    more = [
+        f"{len(now[what]):,} {words}"
+        for what, words in (("nodes", "nodes"), ("gpus", "GPUs"))
+        if len(now[what]) > _RANKS
+    ]
+    if more:
+        made.insert(0, tag("p", f"The first {_RANKS} of {' and of '.join(more)}."))
+    return made
+
+
+def _used(part: int | None, whole: int | None) -> str:
+    if part is None:
+        return "-"
+    return text.size(part) if whole is None else f"{text.size(part)} of {text.size(whole)}"
+
+
 def _checkpoints(rows: list[dict[str, Any]]) -> Markup:
     if not rows:
         return missing("No checkpoint is committed yet.")
@@ -172,12 +216,13 @@ def _checkpoints(rows: list[dict[str, Any]]) -> Markup:
     return table(("step>", "size>", "eval loss>", "ranks>", "remark~"), cells)
 
 
-def _output(run: RunDir, attempt: int, rank: int) -> list[Markup] | Markup:
+def _output(run: RunDir, newest: int, view: RunView) -> list[Markup] | Markup:
+    rank, attempt = view.rank, view.attempt or newest
+    if attempt > newest:
+        return missing(f"There is no attempt {attempt}: the newest is {newest}.")
     found = printable(tail(run, attempt, rank))
     if not found:
-        return missing(
-            f"Rank {rank} has printed nothing in attempt {attempt}; `raydist logs` has the other ranks and attempts."
-        )
+        return missing(f"Rank {rank} has printed nothing in attempt {attempt}; the fields above choose another.")
     return [
         tag("p", f"The end of what rank {rank} printed in attempt {attempt}."),
         tag("pre", found, class_="log", tabindex="0"),

@@ -75,11 +75,11 @@ class Server:
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if (why := self._door.refused(request.method, request.headers)) is not None:
             return _html(plain("Refused", f"{why}."), 403)
-        if request.path == "/" and PARAMETER in request.query:
+        if PARAMETER in request.query and request.match_info.http_exception is None:
             if not self._door.knows(request.query[PARAMETER]):
                 return _html(plain("Refused", "This token is not the present one."), 401)
             # No redirect: after a link from another site, only a navigation of this page's own sends the new cookie.
-            answer = _html(plain("Dashboard", "Opening the dashboard.", refresh="/"))
+            answer = _html(plain("Dashboard", "Opening the dashboard.", refresh=request.rel_url.raw_path))
             answer.headers["Set-Cookie"] = self._door.set_cookie()
             return answer
         if not self._door.knows(request.cookies.get(self._door.cookie)):
@@ -187,11 +187,19 @@ def listener(host: str, port: int) -> socket.socket:
         ) from None
 
 
-async def serve(homes: Sequence[Storage], listening: socket.socket, door: Door, ready: Callable[[], None]) -> None:
-    """Serves until SIGINT or SIGTERM. `ready` is called once it answers."""
+async def serve(
+    homes: Sequence[Storage],
+    listening: socket.socket,
+    door: Door,
+    ready: Callable[[], None],
+    until: int | None = None,
+) -> None:
+    """Serves until SIGINT or SIGTERM, or until the descriptor `until` is at its end. `ready` is called once it answers."""
     stop, server = asyncio.Event(), Server(homes, door)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    if until is not None:
+        asyncio.get_running_loop().add_reader(until, stop.set)
     runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

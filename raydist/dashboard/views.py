@@ -1,4 +1,4 @@
-"""What a reader asks of a run's page, from the address: `?first=100&last=500&smooth=20&y=log&with=other&rank=3`.
+"""What a reader asks of a run's page, from the address: `?first=100&last=500&smooth=20&y=log&with=other&rank=3&attempt=2`.
 
 Runs anywhere. Pure.
 """
@@ -24,7 +24,7 @@ _SCALES: dict[str, Scale] = {"auto": "auto", "log": "log", "linear": "linear"}
 @dataclass(frozen=True)
 class RunView:
     """Steps of the curves, means over `smooth` steps, the scale of their y axes, other runs of the same storage beside this one,
-    and the rank whose output is shown."""
+    and the rank and the attempt (None: the newest) whose output is shown."""
 
     first: int = 1
     last: int | None = None
@@ -32,6 +32,7 @@ class RunView:
     y: Scale = "auto"
     beside: tuple[str, ...] = ()
     rank: int = 0
+    attempt: int | None = None
 
 
 def parse(query: Mapping[str, str]) -> RunView:
@@ -49,6 +50,7 @@ def parse(query: Mapping[str, str]) -> RunView:
         _SCALES[y],
         beside,
         _number(query, "rank", 0, 0),
+        _number(query, "attempt", 0, 1) or None,
     )
     if view.last is not None and view.last < view.first:
         raise UsageError(f"last: {view.last} is before first: {view.first}", "give a later step")
@@ -65,6 +67,7 @@ def form(view: RunView) -> Markup:
         ("y axis", tag("select", scales, name="y")),
         ("beside runs, separated by commas", tag("input", name="with", value=", ".join(view.beside), autocomplete="off")),
         ("output of rank", tag("input", type="number", name="rank", min=0, value=view.rank)),
+        ("in attempt", tag("input", type="number", name="attempt", min=1, value=view.attempt or "")),
     ]  # fmt: skip
     labels = [tag("label", words, field) for words, field in fields]
     cut = view.first > 1 or view.last is not None
@@ -74,7 +77,8 @@ def form(view: RunView) -> Markup:
 
 def _query(view: RunView) -> dict[str, str]:
     """The view's query, of all steps."""
-    return {"smooth": str(view.smooth), "y": view.y, "with": ",".join(view.beside), "rank": str(view.rank)}
+    attempt = {"attempt": str(view.attempt)} if view.attempt else {}
+    return {"smooth": str(view.smooth), "y": view.y, "with": ",".join(view.beside), "rank": str(view.rank), **attempt}
 
 
 def _number(query: Mapping[str, str], name: str, default: int, low: int) -> int:

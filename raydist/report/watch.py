@@ -30,6 +30,22 @@ _EXPERTS, _LAYERS = 64, 8
 """At most so many bars of experts in a line, and lines of layers."""
 
 
+_GPU = (
+    "node",
+    "host",
+    "gpu",
+    "at",
+    "gpu_name",
+    "gpu_util",
+    "gpu_memory_used_bytes",
+    "gpu_memory_total_bytes",
+    "gpu_power_watts",
+    "gpu_temperature_celsius",
+    "gpu_throttle",
+)
+"""Of the newest reading of each GPU of the run's nodes."""
+
+
 def view(run: RunDir) -> dict[str, Any]:
     """The run's current state: plain data for strict JSON. Unknown values are None. Raises StorageError."""
     state = read_state(run)
@@ -65,6 +81,7 @@ def view(run: RunDir) -> dict[str, Any]:
             for (rank,), own in sorted(ranks.items())
         ],
         "nodes": [_node(own) for _, own in sorted(nodes.items())],
+        "gpus": [{name: own[-1][name] for name in _GPU} for _, own in sorted(gpus.items())],
         "findings": _findings(events) if state["status"] == "running" else [],
     }
     return dict(plain(found))

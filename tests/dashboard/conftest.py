@@ -45,6 +45,10 @@ class Dashboard:
         return self.url.partition("/?")[0]
 
     @property
+    def port(self) -> int:
+        return int(urlsplit(self.url).port or 0)
+
+    @property
     def token(self) -> str:
         return self.url.partition("token=")[2]
 
@@ -78,6 +82,7 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     story.story(RunDir(home / "base"))
     evil = story.story(RunDir(home / EVIL))
     evil.storage.write(SPEC, f"name: x\ntrain: {{steps: 200}}\nnote: '{EVIL}'\n".encode())
+    evil.storage.write(log_name(1, 0), b"of the first\n")
     evil.storage.write(log_name(2, 0), f"{EVIL}\n<script>owned=1</script>\n\x1b[31mred\n".encode())
     (home / "secret").mkdir()
     (folder / "outside").mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from urllib.parse import quote
 
@@ -11,6 +12,7 @@ import pytest
 
 from raydist.run.directory import RunDir
 from raydist.run.log_writer import RunLog
+from raydist.run.telemetry_log import TelemetryLog
 from tests.dashboard import accessibility
 from tests.dashboard.conftest import EVIL, Dashboard, running
 from tests.report import story
@@ -67,6 +69,37 @@ def test_a_page_is_whole_and_accessible(
     accessibility.check(browser)
 
 
+def hardware(run: RunDir) -> None:
+    """Two readings of a rank, its node and its GPU, which do not become old while the test waits."""
+    samples = TelemetryLog(run)
+    later, where = time.time() + 86_400, {"host": "h0", "node": "10.0.0.1"}
+    for number in (0, 1):
+        seconds = {
+            "forward_seconds": 4.0,
+            "backward_seconds": 5.0,
+            "all_reduce_exposed_seconds": 5.0,
+            "data_seconds": 1.0,
+        }
+        rank = {"kind": "rank", "rank": 0, "gpu": 0, "attempt": 2, "step": 89 + number, "rss_bytes": 1 << 30}
+        node = {
+            "kind": "node",
+            "cpu_util": 0.5,
+            "memory_used_bytes": 4 << 30,
+            "memory_total_bytes": 8 << 30,
+            "nic": "eth0",
+        }
+        gpu = {"kind": "gpu", "gpu": 0, "gpu_name": "H100", "gpu_util": 0.75, "gpu_memory_used_bytes": 2 << 30,
+               "gpu_memory_total_bytes": 8 << 30, "gpu_power_watts": 350.0, "gpu_temperature_celsius": 61.0,
+               "gpu_throttle": "power"}  # fmt: skip
+        rows = [
+            {**rank, **{name: value * number for name, value in seconds.items()}},
+            {**node, "nic_in_bytes": 5000 * number, "nic_out_bytes": 10_000 * number},
+            gpu,
+        ]
+        samples.add([{**row, **where, "at": later + 10 * number} for row in rows])
+    samples.flush()
+
+
 def test_a_running_run_is_followed(dashboard: Dashboard, browser: Chromium) -> None:
     """New steps appear without a reload; what has not changed is not touched, and what the reader has opened stays open. The list
     shows it apart."""
@@ -74,6 +107,7 @@ def test_a_running_run_is_followed(dashboard: Dashboard, browser: Chromium) -> N
     story.write(
         run, story.events()[:-1], [(1, 0, story.steps(1, 80, 1)), (2, 50, story.steps(51, 90, 2))], story.readings()
     )
+    hardware(run)
     running(run, 90)
     browser.open(f"{dashboard.address}/")
     browser.until("document.querySelector('#running-0') !== null")
@@ -81,6 +115,14 @@ def test_a_running_run_is_followed(dashboard: Dashboard, browser: Chromium) -> N
     browser.open(f"{dashboard.address}/run/0/live")
     assert "Now" in texts(browser, "h2")
     assert texts(browser, ".cards dd")[0].split("\n")[0] == "90"
+    assert [row.split("\t") for row in texts(browser, "#now tbody tr")] == [
+        ["0", "h0", "90", "2.0 GiB", "25%", "40%", "50%", "10%", "75%", "500 B/s", "1000 B/s"]
+    ]
+    assert [row.split("\t") for row in texts(browser, "#nodes tbody tr")] == [
+        ["h0 10.0.0.1", "50%", "4.0 GiB of 8.0 GiB", "eth0", "500 B/s", "1000 B/s"],
+        ["h0 0", "H100", "75%", "2.0 GiB of 8.0 GiB", "350 W", "61 °C", "power"],
+    ]
+    accessibility.check(browser)
     browser.value("""(() => {
         document.getElementById("spec").mark = 1;
         document.getElementById("head").mark = 1;

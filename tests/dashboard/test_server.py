@@ -78,12 +78,12 @@ def test_addresses_lead_only_to_runs_and_sweeps_of_the_storage(dashboard: Dashbo
     assert "loss" not in body.lower() or "<h2>Problem</h2>" in body
 
 
-@pytest.mark.parametrize("query", ["first=x", "y=z", "last=1&first=2", "rank=-1", "with=a,b,c,d,e,f"])
+@pytest.mark.parametrize("query", ["first=x", "y=z", "last=1&first=2", "rank=-1", "attempt=0", "with=a,b,c,d,e,f"])
 def test_a_view_that_makes_no_sense_is_one_clear_error(dashboard: Dashboard, query: str) -> None:
     """With the field and the remedy, and status 400."""
     status, _, body = dashboard.ask(f"/run/0/base?{query}")
     assert status == 400
-    assert re.search(r"<p>(first|y|last|rank|with): .+</p>", body)
+    assert re.search(r"<p>(first|y|last|rank|attempt|with): .+</p>", body)
 
 
 def test_text_of_runs_is_text(dashboard: Dashboard) -> None:
@@ -97,6 +97,18 @@ def test_text_of_runs_is_text(dashboard: Dashboard) -> None:
     told = json.loads(dashboard.ask(f"{path}?since=x")[2])
     assert "<img" not in "".join(told["parts"].values())
     assert "&lt;script&gt;owned=1&lt;/script&gt;\nred\n" in told["parts"]["logs"]
+
+
+def test_output_of_earlier_attempts(dashboard: Dashboard) -> None:
+    """Of the newest attempt unless another is asked for; of one that has not begun, the page says so."""
+    for query, words in [
+        ("", "what rank 0 printed in attempt 2"),
+        ("?attempt=1", 'what rank 0 printed in attempt 1.</p><pre class="log" tabindex="0">of the first\n</pre>'),
+        ("?attempt=1&rank=1", "Rank 1 has printed nothing in attempt 1;"),
+        ("?attempt=3", "There is no attempt 3: the newest is 2."),
+    ]:
+        status, _, body = dashboard.ask(f"/run/0/{quote(EVIL)}{query}")
+        assert (status, words in body) == (200, True)
 
 
 def test_only_changed_parts_are_sent(dashboard: Dashboard) -> None:

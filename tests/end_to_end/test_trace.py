@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,18 @@ def test_a_live_run_is_traced_and_stopped(project: Any, tmp_path: Path, monkeypa
     """A trace of a running run has two steps of both ranks in one file. `raydist stop` ends the run like Ctrl-C: a checkpoint of
     the step in which the signal arrived, status interrupted, exit code 130; a second `stop` prints that there is nothing to stop.
     `logs` has the output of both ranks. On an ended run `trace` gives one line and exit code 2; the same `train` command resumes
-    it. While a dashboard shows the storage, `train` names the run's page."""
+    it. With `--dashboard` it prints the address of the page, once; without, that of a dashboard that shows the storage."""
     monkeypatch.setenv("RAYDIST_CACHE", str(tmp_path))
     command = ["train", "job.yaml", "--name", "traced", "--json", *project.options("traced")]
     before = []
-    with announced([Storage(project.runs)], "http://127.0.0.1:1"):
-        process = project.start(*command, "--set", "train.steps=100000")
-        assert process.stderr is not None
-        for line in process.stderr:
-            before.append(line.strip())
-            if "the first of attempt 1" in line:
-                break
-    assert "raydist: its live page: http://127.0.0.1:1/run/0/traced" in before
+    process = project.start(*command, "--dashboard", "--set", "train.steps=100000")
+    assert process.stderr is not None
+    for line in process.stderr:
+        before.append(line.strip())
+        if "the first of attempt 1" in line:
+            break
+    (page,) = [line for line in before if "live page" in line]
+    assert re.search(r": http://127\.0\.0\.1:\d+/run/0/traced\?token=[\w-]{43}$", page)
     done = project.raydist("trace", "traced", "--steps", "2", "--json")
     stopped = project.raydist("stop", "traced")
     _, rest = process.communicate(timeout=300)
@@ -60,6 +61,8 @@ def test_a_live_run_is_traced_and_stopped(project: Any, tmp_path: Path, monkeypa
     assert done.returncode == 2
     assert done.stderr.startswith("raydist: run traced is interrupted")
     (project.root / "marks" / "traced" / "go").touch()
-    done = project.warm(*command, "--set", "train.steps=100000", "--until", str(step + 2))
+    with announced([Storage(project.runs)], "http://127.0.0.1:1"):
+        done = project.warm(*command, "--set", "train.steps=100000", "--until", str(step + 2))
     assert done.returncode == 0, done.stderr
+    assert "raydist: its live page: http://127.0.0.1:1/run/0/traced\n" in done.stderr
     assert project.show("traced")["steps"] == step + 2

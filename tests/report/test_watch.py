@@ -66,6 +66,7 @@ def test_a_view(monitor: RunMonitor, tmp_path: Path) -> None:
     one, two = seen["nodes"]
     assert (one["nic_in_bytes_per_second"], one["nic_out_bytes_per_second"]) == pytest.approx((500, 1000))
     assert two["nic_in_bytes_per_second"] is None, "one reading makes no rate"
+    assert seen["gpus"] == []
     monitor.end("finished")
 
 
