@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
-from raydist import remote_filesystem
+from raydist import conditional_writes, remote_filesystem
 from raydist.errors import StorageError, UserError
 from raydist.redact import redact
 
@@ -207,14 +207,21 @@ class Storage:
     def write_new(self, name: str, data: bytes) -> bool:
         """Writes a small file, unless the name exists; returns whether it was written.
 
-        On a file system this is atomic (a hard link, on NFS too): of several writers exactly one gets True. pyarrow
-        has no such operation for object stores: two writers that check at the same moment both get True.
+        On a file system this is atomic (a hard link, on NFS too): of several writers exactly one gets True. So it is on S3, if
+        botocore is installed and the server has conditional writes: see `creates_once`. pyarrow has no such operation: on other
+        object stores two writers that check at the same moment both get True.
         """
         if self.local is None:
             if self.size(name) is not None:
                 return False
-            self.write(name, data)
-            return True
+            creator = conditional_writes.creator(self.full_uri, self.fs)
+            if creator is None:
+                self.write(name, data)
+                return True
+            try:
+                return creator.create(self.path(name), data)
+            except OSError as error:
+                raise self._failed("write", name, error) from error
         path = self._local_path(name)
         try:
             part = self._part(path)
@@ -231,6 +238,13 @@ class Storage:
         except OSError as error:
             raise self._failed("write", name, error) from error
         return True
+
+    def creates_once(self) -> bool:
+        """Whether the last `write_new` was atomic. False also before the first one to an object store."""
+        if self.local is not None:
+            return True
+        creator = conditional_writes.creator(self.full_uri, self.fs)
+        return creator is not None and creator.honoured.get(self.root.partition("/")[0], False)
 
     def read(self, name: str) -> bytes:
         """A whole file. Raises FileNotFoundError if it is missing, for callers that expect this."""
