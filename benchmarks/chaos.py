@@ -1,9 +1,9 @@
 """Trains under random faults of all classes for a given time, then checks that nothing was lost, trained twice or left behind.
 
-    python benchmarks/chaos.py [--seconds 300] [--seed 1] [--hosts | --mesh]
+    python benchmarks/chaos.py [--seconds 300] [--seed 1] [--hosts | --mesh | --elastic]
 
-Two gloo ranks, or with `--mesh` four (pipeline 2 x tensor 2), a small GPT, a checkpoint every ten steps, memory checkpoints at
-their automatic interval; on this machine, or with `--hosts` on a cluster of four hosts in network namespaces: the driver's, and
+Two gloo ranks, or with `--mesh` four (pipeline 2 x tensor 2), a small GPT, a checkpoint every ten steps, memory checkpoints
+every five; on this machine, or with `--hosts` on a cluster of four hosts in network namespaces: the driver's, and
 three of which two have a rank. There, nodes are also killed and drained (and return at once), and the network of one node is
 cut for a while. The same run without faults comes first.
 
@@ -16,8 +16,11 @@ killed driver is restarted at once with the same command.
 
 With `--mesh` no bit is flipped: there is one replica, which nothing is compared with.
 
+With `--elastic` the run has four virtual ranks on two or three workers of that cluster, as many as there are nodes, and the
+undisturbed one is on one worker. It may run out of memory once: it then computes activations again, and has the same bits.
+
 Not included: faults after which the numbers differ correctly, by a skipped batch (bad_number, loss_spike) or a halved micro-batch
-(out_of_memory, memory_hog). tests/faults has them.
+(out_of_memory without virtual ranks, memory_hog). tests/faults has them.
 """
 
 from __future__ import annotations
@@ -55,18 +58,20 @@ from raydist.run.status import last_word
 from tests.hosts import Cluster, Host, Hosts
 
 RAYDIST = str(Path(sys.executable).with_name("raydist"))
-JOB = {
+JOB: dict[str, Any] = {
     "name": "calm",
     "model": {"name": "gpt", "layers": 2, "width": 128, "heads": 4, "context": 128, "dropout": 0.1},
     "data": {"source": "python-stdlib"},
     "train": {"steps": 100, "global_batch": 16, "micro_batch": 4, "seed": 5, "check_replicas": 5},
     "checkpoint": {"every": 10, "keep": 3},
     "eval": {"every": None},
-    "recovery": {"max_failures": -1, "backoff_s": 0.0, "step_timeout": 3.0, "data_timeout": 2.0},
+    "recovery": {"max_failures": -1, "backoff_s": 0.0, "step_timeout": 3.0, "data_timeout": 2.0, "snapshot_every": 5},
     "cluster": {"workers": 2, "cpus_per_worker": 1},
 }
 MESH = {"parallel": {"tensor": 2, "pipeline": 2}, "cluster": {"workers": 4, "cpus_per_worker": 0.5}}
 """Sections of the job with `--mesh`."""
+ELASTIC = {"train": {**JOB["train"], "virtual_ranks": 4}, "cluster": {"workers": [2, 3], "cpus_per_worker": 1}}
+"""Sections of the job with `--elastic`."""
 APART = 25
 """Steps from one fault to the next, with two checkpoints between them, so that the run always counts as making progress."""
 COST_S = 7.0
@@ -96,6 +101,14 @@ KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.UnmountedStorage(rank=rank, step=step, seconds=0.5),
     lambda rank, step: faults.HangingStorage(rank=rank, step=step, seconds=5.0),
     lambda rank, step: faults.NoDescriptors(rank=rank, step=step, seconds=0.5),
+    lambda rank, step: faults.NoProcesses(rank=rank, step=step, seconds=0.5),
+    lambda rank, step: faults.NoProcesses(rank=rank, step=step // 10 * 10, phase="save", seconds=0.5),
+    lambda rank, step: faults.SlowNetwork(rank=rank, step=step, seconds=1.0, bytes_per_s=1 << 20),
+    lambda rank, step: faults.SlowNetwork(rank=rank, step=step, seconds=600.0, bytes_per_s=1 << 12),
+    lambda rank, step: faults.OneWayCut(rank=rank, step=step, seconds=1.0),
+    lambda rank, step: faults.OneWayCut(rank=rank, step=step, seconds=600.0),
+    lambda rank, step: faults.SlowDisk(rank=rank, step=step, seconds=3.0, bytes_per_s=1 << 20),
+    lambda rank, step: faults.DamageCopy(rank=rank, step=step),
     lambda rank, step: faults.ClockJump(rank=rank, step=step, seconds=3600.0 if step % 2 else -3600.0),
     lambda rank, step: faults.SuspendProcess(rank=rank, step=step, process="agent", seconds=5.0),
     lambda rank, step: faults.SuspendProcess(rank=rank, step=step, process="agent", seconds=20.0),
@@ -114,6 +127,7 @@ OF_A_PRIVATE_RAY: list[Callable[[int, int], Fault]] = [
         for process in ("coordinator", "raylet", "gcs")
     ),
 ]
+OF_VIRTUAL_RANKS: list[Callable[[int, int], Fault]] = [lambda rank, step: faults.OutOfMemory(rank=rank, step=step)]
 OF_NODES: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.KillNode(rank=rank, step=step),
     lambda rank, step: faults.Drain(rank=rank, step=step),
@@ -243,6 +257,17 @@ def exact(run: RunDir) -> list[list[Any]]:
     return [[row[name] for name in EXACT] for row in read_steps(run).to_pylist()]
 
 
+def differences(one: RunDir, other: RunDir) -> list[str]:
+    """The steps whose rows differ, are absent or are there more than once, at most ten."""
+    found: list[str] = []
+    rows = [exact(run) for run in (one, other)]
+    for step in sorted({row[0] for each in rows for row in each}):
+        mine, theirs = ([row for row in each if row[0] == step] for each in rows)
+        if mine != theirs:
+            found.append(f"step {step}: {mine} instead of {theirs}")
+    return found[:10]
+
+
 def weights(run: RunDir) -> str:
     """A hash over the model's and the optimizer's tensors of the newest checkpoint."""
     found = manifest.read_newest(run)
@@ -308,44 +333,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--hosts", action="store_true", help="on four hosts in network namespaces; needs root")
-    kind.add_argument("--mesh", action="store_true", help="pipeline 2 x tensor 2, on this machine")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--hosts", action="store_true", help="on four hosts in network namespaces; needs root")
+    which.add_argument("--mesh", action="store_true", help="pipeline 2 x tensor 2, on this machine")
+    which.add_argument("--elastic", action="store_true", help="as --hosts, with virtual ranks on two or three workers")
     options = parser.parse_args()
+    of_hosts = options.hosts or options.elastic
     # Orphaned processes become children of this one, so that all are counted.
     assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ.pop("RAY_ADDRESS", None)
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)
-        job = {**JOB, **MESH} if options.mesh else JOB
+        job = {**JOB, **(MESH if options.mesh else ELASTIC if options.elastic else {})}
         (folder / "job.yaml").write_text(yaml.safe_dump(job))
-        workers = int(job["cluster"]["workers"])
-        here = [kind for kind in KINDS if kind(0, 10).fault != "flip_bit"] if options.mesh else KINDS
-        here = here if options.hosts else [*here, *OF_A_PRIVATE_RAY]
-        place = Net() if options.hosts else Here()
+        workers = int(job["cluster"]["workers"]) if not options.elastic else min(job["cluster"]["workers"])
+        here = [kind for kind in KINDS if not options.mesh or kind(0, 10).fault != "flip_bit"]
+        here += [] if of_hosts else OF_A_PRIVATE_RAY
+        here += OF_VIRTUAL_RANKS if options.elastic else []
+        place = Net() if of_hosts else Here()
         train(place, folder, "warm", 60)
         pace = sorted(read_steps(RunDir(folder / "warm"))["seconds"].to_pylist())[30]
-        count = max(4 if options.hosts else 3, int(options.seconds / (COST_S + APART * pace)))
+        count = max(4 if of_hosts else 3, int(options.seconds / (COST_S + APART * pace)))
         steps = APART * (count + 1)
         rng = random.Random(options.seed)
-        # With --hosts every second fault is a node fault: killed, drained, or its network is cut.
+        # On hosts every second fault is a node fault: killed, drained, or its network is cut.
         of_nodes = [*OF_NODES, None]
         chosen: list[Fault] = []
         cuts: list[int] = []
         for i in range(count):
-            kinds: Sequence[Callable[[int, int], Fault] | None] = of_nodes if options.hosts and i % 2 == 0 else here
+            kinds: Sequence[Callable[[int, int], Fault] | None] = of_nodes if of_hosts and i % 2 == 0 else here
             kind, rank, step = rng.choice(kinds), rng.randrange(workers), APART * (i + 1) + rng.randrange(10)
             chosen += [kind(rank, step)] if kind is not None else []
             cuts += [step] if kind is None else []
+            here = [other for other in here if other is not kind or kind not in OF_VIRTUAL_RANKS]
         (folder / "faults.yaml").write_text(
             yaml.safe_dump([f.model_dump(mode="json", exclude_none=True) for f in chosen])
         )
         before = traces()
-        train(place, folder, "calm", steps)
+        train(place, folder, "calm", steps, *(["--set", "cluster.workers=1"] if options.elastic else []))
         calm, chaos = RunDir(folder / "calm"), RunDir(folder / "chaos")
         if isinstance(place, Net):
-            place.cuts, place.watched = cuts, chaos
+            place.cuts, place.watched = [*cuts], chaos
         wall = train(place, folder, "chaos", steps, "--faults", "faults.yaml")
         place.close()
         left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
@@ -353,15 +382,19 @@ def main() -> None:
         events = read_events(chaos)
         absent = missing(chosen, events)
         happened = count - len(absent) - (len(cuts) - len(place.cut) if isinstance(place, Net) else 0)
+        unlike = differences(chaos, calm)
         checks = {
             f"every fault has happened{': not ' + ', '.join(absent) if absent else ''}": 0 < happened == count,
-            "every step once, samples and losses as undisturbed": exact(chaos) == exact(calm),
+            "every step once, samples and losses as undisturbed": not unlike,
             "weights and optimizer as undisturbed": weights(chaos) == weights(calm),
             "no process left, and no namespace": not alive,
             "no port, and no file in /dev/shm or /tmp left": traces() <= before,
         }
         useful = sum(read_steps(chaos)["seconds"].to_pylist())
         table = incidents(events)
+        if options.elastic:
+            sizes = read_steps(chaos)["world_size"].to_pylist()
+            checks["the number of workers has changed"] = len(set(sizes)) > 1
     print(f"{'fault':18s} {'rank':>4s} {'step':>5s} {'first step after':>16s} {'repeated':>8s}  cause")
     for row in table + (place.cut if isinstance(place, Net) else []):
         row = {"seconds": None, "repeated": None, "cause": ""} | row
@@ -371,16 +404,17 @@ def main() -> None:
     print(f"\n{happened} of {count} faults in {wall:.0f} s, {steps} steps; goodput {useful / wall:.2f}")
     for check, holds in checks.items():
         print(f"{'ok' if holds else 'FAILED':7s}{check}")
+    print(*unlike, sep="\n")
     result = {
         "seed": options.seed,
-        "hosts": options.hosts,
+        "hosts": of_hosts,
         "mesh": job.get("parallel", {}),
         "steps": steps,
         "wall_s": wall,
         "goodput": useful / wall,
         "checks": checks,
     }
-    name = "chaos_hosts" if options.hosts else "chaos_mesh" if options.mesh else "chaos"
+    name = next((f"chaos_{kind}" for kind in ("hosts", "mesh", "elastic") if getattr(options, kind)), "chaos")
     print(write(name, {**result, "incidents": json.loads(json.dumps(table))}))
     sys.exit(0 if all(checks.values()) else 1)
 

@@ -63,12 +63,13 @@ from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import Compression
 from raydist.worker.comm.outer.hook import Outer
 from raydist.worker.distributed import Rank
+from raydist.worker.evaluation import evaluate
 from raydist.worker.mesh import Mesh
 from raydist.worker.optim import optimizers
 from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
-from raydist.worker.step import TrainStep, evaluate, loss_sum
+from raydist.worker.step import TrainStep, loss_sum
 from raydist.worker.step_hooks import StepHook
 
 VOCAB, BATCH, CONTEXT, BASE = 256, 16, 128, "fp32"

@@ -138,7 +138,7 @@ def _actors(parent: int) -> list[tuple[str, int]]:
 
 
 def _actor(pid: int) -> str:
-    """"coordinator" or "monitor"; "": another process, or none."""
+    """Of a run: "coordinator", "monitor", or "" for any other process, or none."""
     with suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
         return next((name for mark, name in _ACTORS.items() if line.startswith(mark)), "")

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -20,15 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from raydist.cluster import authentication, head_monitor, package, private_head, ray_worker
+from raydist.cluster import authentication, head_monitor, package, private_head, ray_output, ray_worker
 from raydist.cluster.head_monitor import speaks_grpc
 from raydist.errors import ClusterUnreachable, UserError
 from raydist.launch.fork_server import start_zygote
 from raydist.private_files import is_private_folder, open_private
 from raydist.run.directory import default_storage
-from raydist.storage import opener
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 _TEMP_PREFIX = "raydist-"
@@ -131,7 +129,7 @@ def open_session(
         inherited = os.environ.get("PYTHONPATH", "")
         variables["PYTHONPATH"] = os.pathsep.join([*python_path, *([inherited] if inherited else [])])
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet(log_dir / "driver.log"))
+        stack.enter_context(ray_output.into_file(log_dir / "driver.log"))
         if address == "local":
             yield stack.enter_context(_private(variables, log_dir, metrics_port, env if ranks else None))
         else:
@@ -382,34 +380,6 @@ def _environment(env: Mapping[str, str], without: Sequence[str] = ()) -> Iterato
                 os.environ[name] = value
 
 
-@contextlib.contextmanager
-def _quiet(path: Path) -> Iterator[None]:
-    """Appends to `path`: Ray's loggers, prints of Ray's threads, and what native code writes to descriptor 2.
-
-    sys.stderr keeps writing to the earlier target of descriptor 2, so Python's own messages still reach the user.
-    """
-    import ray  # noqa: F401  # the import adds a handler to Ray's logger, which is then replaced
-
-    sys.stderr.flush()
-    with open(path, "a", buffering=1, opener=opener) as file, contextlib.ExitStack() as stack:
-        kept = os.dup(2)
-        stack.callback(os.close, kept)
-        if _fileno(sys.stderr) == 2:
-            stack.callback(setattr, sys, "stderr", sys.stderr)
-            raw = os.fdopen(kept, "wb", buffering=0, closefd=False)
-            sys.stderr = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
-        os.dup2(file.fileno(), 2)
-        stack.callback(os.dup2, kept, 2)
-        stack.callback(setattr, sys, "stdout", sys.stdout)
-        sys.stdout = _WithoutRay(sys.stdout, file)
-        handler = logging.StreamHandler(file)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logger = logging.getLogger("ray")
-        stack.callback(_set_handlers, logger, logger.handlers[:], logger.propagate)
-        _set_handlers(logger, [handler], False)
-        yield
-
-
 def _shut_down() -> None:
     """Disconnects. Messages that Ray has buffered, and prints now, go to its log."""
     import ray
@@ -419,28 +389,3 @@ def _shut_down() -> None:
         ray.shutdown()
     if held.getvalue():
         logging.getLogger("ray").warning(held.getvalue())
-
-
-class _WithoutRay:
-    """A stream that writes to another one; what Ray's listener threads print goes to a file instead."""
-
-    def __init__(self, stream: TextIO, file: TextIO) -> None:
-        self._stream, self._file = stream, file
-
-    def write(self, text: str) -> int:
-        from_ray = threading.current_thread().name.startswith("ray_")
-        return (self._file if from_ray else self._stream).write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _set_handlers(logger: logging.Logger, handlers: list[logging.Handler], propagate: bool) -> None:
-    logger.handlers, logger.propagate = handlers, propagate
-
-
-def _fileno(stream: Any) -> int | None:
-    try:
-        return int(stream.fileno())
-    except (OSError, ValueError, AttributeError):
-        return None

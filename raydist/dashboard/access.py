@@ -63,7 +63,7 @@ class Door:
 
     def knows(self, token: str | None) -> bool:
         """Whether this is the token, in a time that does not depend on it."""
-        return token is not None and hmac.compare_digest(token.encode(), self.token.encode())
+        return token is not None and hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
 
     def set_cookie(self) -> str:
         """The value of Set-Cookie: for this browser session, out of reach of scripts and of requests from other sites."""

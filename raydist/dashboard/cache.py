@@ -5,6 +5,7 @@ Runs anywhere. Thread-safe. One thread reads; the others meanwhile get what was 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import OrderedDict
@@ -20,11 +21,13 @@ REST = 2.0
 """A reading that took long, because storage is slow or the machine busy, is followed by this many times as much rest."""
 
 T = TypeVar("T")
+VERSIONS = itertools.count(1)
+"""Of all values of this process: one that was dropped and made again has none that it had before."""
 
 
 @dataclass(frozen=True)
 class Made(Generic[T]):
-    """A value, and its number, which grows with each new value."""
+    """A value, and its number of VERSIONS."""
 
     version: int
     value: T
@@ -84,7 +87,7 @@ class Live(Generic[T]):
             # The stamp is older than what is read now: a change in between is seen the next time.
             older = self._made
             made = self._load(older.value if older else None, stamp)
-            self._made, self._seen = Made(older.version + 1 if older else 1, made), stamp
+            self._made, self._seen = Made(next(VERSIONS), made), stamp
         now = self._clock()
         self._due = now + max(EVERY_S, (self._used() - used) / SHARE, REST * (now - began))
 

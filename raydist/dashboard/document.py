@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from raydist.dashboard.cache import VERSIONS
 from raydist.redact import redact
 from raydist.report.html.page import missing
 from raydist.report.html.style import CSS, SCRIPT
@@ -47,18 +48,15 @@ class Parts:
     title: str
     parts: Mapping[str, str]
     since: Mapping[str, int]
-    version: int = 1
+    version: int
     ended: bool = False
 
     def after(self, older: Parts | None) -> Parts:
-        """With the versions that follow those of `older`."""
+        """With the versions of those parts of `older` that have not changed."""
         if older is None:
             return self
-        version = older.version + 1
-        since = {
-            name: older.since[name] if older.parts.get(name) == text else version for name, text in self.parts.items()
-        }
-        return replace(self, since=since, version=version)
+        same = {name: older.since[name] for name, text in self.parts.items() if older.parts.get(name) == text}
+        return replace(self, since={**self.since, **same})
 
     def changed(self, version: int) -> dict[str, str]:
         """The parts that are newer than that version."""
@@ -67,9 +65,9 @@ class Parts:
 
 def parts(title: str, made: Mapping[str, Markup], ended: bool = False) -> Parts:
     """As they are sent: without secrets."""
-    return Parts(
-        redact(title), {name: redact(str(part)) for name, part in made.items()}, dict.fromkeys(made, 1), 1, ended
-    )
+    version = next(VERSIONS)
+    shown = {name: redact(str(part)) for name, part in made.items()}
+    return Parts(redact(title), shown, dict.fromkeys(made, version), version, ended)
 
 
 def problem(title: str, words: str) -> Parts:

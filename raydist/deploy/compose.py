@@ -12,34 +12,30 @@ from typing import Any
 
 import yaml
 
+from raydist.deploy.nodes import Nodes
 from raydist.spec import JobSpec
 
 _GCS, _WORK, _RUNS, _TOKEN, _JOIN_S = 6379, "/work", "/runs", "RAY_AUTH_TOKEN", 120
 
 
 def compose(job: JobSpec, image: str, train: Sequence[str]) -> str:
-    """The text of compose.yaml. `train`: the arguments of `raydist train`, relative to the folder with the file."""
-    cluster, has = job.cluster, job.cluster.resources
-    holds = math.ceil((cluster.most + cluster.spares) / 2)
-    gpus = has.gpus or 0
-    start = [
-        "--num-cpus",
-        str(math.ceil(holds * cluster.cpus_per_worker)),
-        "--num-gpus",
-        str(gpus),
-        "--disable-usage-stats",
-    ]
+    """The text of compose.yaml. `train`: the arguments of `raydist train`, relative to the folder with the file. Raises UserError
+    as `Nodes.of` does."""
+    has = job.cluster.resources
+    here = has.model_copy(update={"nodes": 2, "cpus": None, "gpus": has.gpus or 0})
+    nodes = Nodes.of(job.model_copy(update={"cluster": job.cluster.model_copy(update={"resources": here})}))
+    start = ["--num-cpus", str(nodes.cpus), "--num-gpus", str(nodes.gpus), "--disable-usage-stats"]
     common: dict[str, Any] = {
         "image": image,
         "working_dir": _WORK,
         "environment": {"RAY_AUTH_MODE": "token", _TOKEN: f"${{{_TOKEN}:?put one into .env: openssl rand -hex 32}}"},
         "volumes": [f".:{_WORK}", f"./runs:{_RUNS}"],
-        "shm_size": f"{math.ceil(has.shm_gib or 2)}gb",
+        "shm_size": f"{math.ceil(nodes.shm_gib or 2)}gb",
         "init": True,
-        "stop_grace_period": "2m",
+        "stop_grace_period": f"{nodes.grace_s}s",
     }
-    if gpus:
-        device = {"driver": "nvidia", "count": gpus, "capabilities": ["gpu"]}
+    if nodes.gpus:
+        device = {"driver": "nvidia", "count": nodes.gpus, "capabilities": ["gpu"]}
         common["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
     first = ["ray", "start", "--head", "--port", str(_GCS), "--dashboard-host", "0.0.0.0", *start]
     where = ["--storage", _RUNS, "--address", f"head:{_GCS}", "--wait-for-nodes", str(_JOIN_S)]

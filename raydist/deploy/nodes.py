@@ -61,7 +61,8 @@ class Nodes:
                 "set one of them, such as --set cluster.resources.nodes=2",
             )
         together = job.parallel.together
-        holds = min(holds - holds % together, workers)
+        # As many nodes as the job says must hold all workers: there the number is rounded up.
+        holds = min(holds + (-holds % together if has.nodes is not None else -(holds % together)), workers)
         cpus = has.cpus or math.ceil(holds * cluster.cpus_per_worker)
         fits = min(int(cpus / cluster.cpus_per_worker), int(gpus / per_gpu) if per_gpu else holds)
         if not holds or fits < holds:

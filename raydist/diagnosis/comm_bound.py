@@ -14,6 +14,7 @@ from raydist.diagnosis._symptoms import all_wait, figure, slow_ranks
 from raydist.diagnosis._window import RECENT, Window
 from raydist.records import Finding
 from raydist.run.telemetry_schema import OPS
+from raydist.spec.comm import NONE
 
 CAUSE = "the job sends too much for its links, or in too small messages"
 LOOKS = "the least share of exposed communication of all ranks over the whole window, and the mean size of a message"
@@ -25,11 +26,17 @@ THRESHOLDS = {
     ),
     "small": ("256 KiB a message", "below it latency, not bandwidth, sets the time (docs/how-to/bench.md)"),
     "processors": (
-        "0.1 of the time without one",
+        "0.2 of the time without one",
         "on fewer processors than ranks, waiting for a peer is waiting for its processor",
     ),
 }
 EXPOSED, PARTS, SMALL, DELAY = 0.5, 0.75, 256 << 10, 0.2
+_REMEDIES = {
+    "parallel.bucket_mb": "set parallel.bucket_mb: auto, so that fewer and larger messages are sent",
+    "comm.compress": "set comm.compress: bf16 (half of the bytes) or int8 (a quarter)",
+    "train.micro_batch": "raise train.micro_batch, so that fewer micro-batches are accumulated, or use a faster link",
+}
+"""By the setting that is to be changed."""
 
 
 def check(window: Window) -> Iterator[Finding]:
@@ -51,20 +58,19 @@ def check(window: Window) -> Iterator[Finding]:
     sent = sum(np.nan_to_num(window.recent("rank", f"{op}_bytes")) for op in OPS)
     count = sum(np.nan_to_num(window.recent("rank", f"{op}_count")) for op in OPS)
     size = float(np.sum(sent) / max(np.sum(count), 1e-9))
-    compress = window.setting("comm.compress")
     small = size < SMALL
-    setting = "parallel.bucket_mb" if small else "comm.compress" if compress is None else "train.micro_batch"
+    setting = "train.micro_batch"
+    if small and window.setting("parallel.strategy", "ddp") == "ddp" and window.setting("parallel.bucket_mb") != "auto":
+        setting = "parallel.bucket_mb"
+    elif not small and window.setting("comm.compress", NONE) == NONE:
+        setting = "comm.compress"
     yield Finding(
         rule="comm_bound",
         rank=None,
         severity="info",
         what=f"all ranks wait {exposed:.0%} of the time for communication, and no rank or link is slower than the others",
         figures={"exposed": exposed, "bytes_per_message": size},
-        remedy="set parallel.bucket_mb: auto, so that fewer and larger messages are sent"
-        if small
-        else "set comm.compress: bf16 (half of the bytes) or int8 (a quarter)"
-        if compress is None
-        else "raise train.micro_batch, so that fewer micro-batches are accumulated, or use a faster link",
+        remedy=_REMEDIES[setting],
         cause="small messages" if small else "the bytes of its gradients",
         culprit={"setting": setting},
         evidence=[

@@ -1,6 +1,6 @@
 """All faults that can be injected, as data: the fault, its rank and its step.
 
-Runs anywhere. The help texts are defined only here: `raydist faults` and the error messages use them.
+Runs anywhere. The help texts are defined only here and in host_kinds.py: `raydist faults` and the error messages use them.
 """
 
 from __future__ import annotations
@@ -8,62 +8,10 @@ from __future__ import annotations
 import inspect
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
-from raydist.spec.parts import problem
-
-Phase = Literal["data", "forward", "backward", "update", "eval", "save"]
-By = Literal["rank", "driver"]
-
-
-class Fault(BaseModel):
-    """The fields of all faults."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    by: ClassVar[By] = "rank"
-    """Which process injects it."""
-
-    fault: str
-    rank: int | None = Field(None, ge=0, description="The rank to inject it on; null: every rank separately.")
-    step: int = Field(ge=1, description="The step in which it happens.")
-    times: int = Field(
-        1, ge=1, description="How often it happens in the whole run: at most once each time the step is trained."
-    )
-
-    @property
-    def at(self) -> Phase:
-        """The phase of the step in which it happens."""
-        return "data"
-
-
-class OfRank(Fault):
-    """A fault of one rank."""
-
-    rank: int = Field(ge=0, description="The rank to inject it on.")
-
-
-class AtPhase(OfRank):
-    """A fault of a rank at the start of a phase of the step."""
-
-    phase: Phase = Field(
-        "forward",
-        description="data: before the step's batch is ready; save: before the loop starts a checkpoint; eval and save: only in "
-        "steps with an evaluation or a checkpoint.",
-    )
-
-    @property
-    def at(self) -> Phase:
-        """The phase as given."""
-        return self.phase
-
-
-class InForward(OfRank):
-    """A fault in the model."""
-
-    @property
-    def at(self) -> Phase:
-        """The first forward pass."""
-        return "forward"
+from raydist.faults import host_kinds  # noqa: F401 - its faults are subclasses, too
+from raydist.faults.base import AtPhase, By, Fault, InForward, OfRank
 
 
 class Kill(AtPhase):
@@ -102,31 +50,6 @@ class Suspend(AtPhase):
     """SIGSTOP: the process exists, but does not run."""
 
     fault: Literal["suspend"] = "suspend"
-
-
-class Pause(AtPhase):
-    """SIGSTOP and SIGCONT from another process, again and again."""
-
-    fault: Literal["pause"] = "pause"
-    seconds: float = Field(0.5, gt=0, description="Duration of each stop.")
-    gap: float = Field(0.5, gt=0, description="Seconds between two stops.")
-    stops: int = Field(20, ge=1, description="Number of stops.")
-
-
-class CpuHog(AtPhase):
-    """Processes that compute on the one processor that the rank is then limited to."""
-
-    fault: Literal["cpu_hog"] = "cpu_hog"
-    seconds: float = Field(30, gt=0, description="Duration.")
-    processes: int = Field(2, ge=1, description="Number of processes.")
-
-
-class CpuQuota(AtPhase):
-    """A CPU quota of a control group for the rank alone. Needs root, and a writable /sys/fs/cgroup."""
-
-    fault: Literal["cpu_quota"] = "cpu_quota"
-    seconds: float = Field(30, gt=0, description="Duration.")
-    cpus: float = Field(0.2, ge=0.01, description="Processors that the rank may use.")
 
 
 class Garbage(AtPhase):
@@ -203,20 +126,6 @@ class KillProcess(AtPhase):
     )
 
 
-class NoDescriptors(AtPhase):
-    """The rank has no file descriptor left: EMFILE for every file, socket and pipe that it opens."""
-
-    fault: Literal["no_descriptors"] = "no_descriptors"
-    seconds: float = Field(1.0, gt=0, description="Duration.")
-
-
-class ClockJump(AtPhase):
-    """The clock of the rank's process jumps, and stays so until that process ends."""
-
-    fault: Literal["clock_jump"] = "clock_jump"
-    seconds: float = Field(3600.0, description="By how much; negative: backwards.")
-
-
 class BadNumber(InForward):
     """NaN or infinity in the loss, or only in the gradient, in all of this rank's forward passes of the step."""
 
@@ -232,7 +141,7 @@ class LossSpike(InForward):
     factor: float = Field(1000.0, gt=1, description="The factor.")
 
 
-class FlipBit(OfRank):
+class FlipBit(AtPhase):
     """Flips one bit of a parameter, on this rank only."""
 
     fault: Literal["flip_bit"] = "flip_bit"
@@ -245,11 +154,6 @@ class FlipBit(OfRank):
     bit: int = Field(
         20, ge=0, le=7 + 3 * 8, description="The bit's number in the first four bytes that this rank holds."
     )
-
-    @property
-    def at(self) -> Phase:
-        """The phase as given."""
-        return self.phase
 
 
 class SlowRank(InForward):
@@ -274,66 +178,6 @@ class StuckData(OfRank):
     fault: Literal["stuck_data"] = "stuck_data"
 
 
-class StorageFault(Fault):
-    """A storage fault for a rank's access to the run's folder: checkpoints, ledger. The monitor writes the records itself."""
-
-    seconds: float | None = Field(
-        None, gt=0, description="Duration from the beginning of the step; or give `operations`."
-    )
-    operations: int | None = Field(None, ge=1, description="Number of operations that fail; or give `seconds`.")
-
-    @model_validator(mode="after")
-    def _one(self) -> StorageFault:
-        if (self.seconds is None) == (self.operations is None):
-            raise problem("seconds", self.seconds, "and operations: exactly one of them is needed", "give one of them")
-        return self
-
-
-class DiskFull(StorageFault):
-    """ENOSPC in the middle of a file."""
-
-    fault: Literal["disk_full"] = "disk_full"
-
-
-class ReadOnly(StorageFault):
-    """EROFS for every write and delete."""
-
-    fault: Literal["read_only"] = "read_only"
-
-
-class StorageGone(StorageFault):
-    """EIO for every operation, including reads."""
-
-    fault: Literal["storage_gone"] = "storage_gone"
-
-
-class StaleStorage(StorageFault):
-    """ESTALE for every operation, as from NFS whose server has exported another file system."""
-
-    fault: Literal["stale_storage"] = "stale_storage"
-
-
-class UnmountedStorage(StorageFault):
-    """The run's folder is not there, as below the mount point of a file system that was unmounted."""
-
-    fault: Literal["unmounted_storage"] = "unmounted_storage"
-
-
-class HangingStorage(StorageFault):
-    """Every operation waits until storage answers again, after `seconds`."""
-
-    fault: Literal["hanging_storage"] = "hanging_storage"
-    seconds: float = Field(gt=0, description="Duration from the beginning of the step.")
-    operations: Literal[None] = Field(None, description="Not with this fault.")
-
-
-class SlowStorage(StorageFault):
-    """Every operation takes longer."""
-
-    fault: Literal["slow_storage"] = "slow_storage"
-    delay: float = Field(1.0, gt=0, description="Delay in seconds.")
-
-
 class DamageCheckpoint(Fault):
     """Damages the newest committed checkpoint."""
 
@@ -346,6 +190,12 @@ class DamageCheckpoint(Fault):
         "flipped",
         description="A shard: second half zeroed, cut off, one bit flipped, or deleted; manifest: one bit of the manifest flipped.",
     )
+
+
+class DamageCopy(OfRank):
+    """Flips one bit in each of the two copies of the rank's state in its node's memory, once there are two."""
+
+    fault: Literal["damage_copy"] = "damage_copy"
 
 
 class KillDriver(Fault):

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from raydist import registry
 from raydist.errors import SpecError
-from raydist.faults.kinds import KINDS, Fault, SkipCollective
+from raydist.faults.base import Fault
+from raydist.faults.kinds import KINDS, SkipCollective
 from raydist.spec import JobSpec
 from raydist.spec.load import read_yaml
 from raydist.spec.parts import SpecValueError

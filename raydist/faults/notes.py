@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raydist.errors import StorageError
-from raydist.faults.kinds import Fault
+from raydist.faults.base import Fault
 from raydist.parsing import parse_json
 from raydist.printable import printable
 from raydist.run.directory import FAULTS, RunDir

@@ -26,9 +26,9 @@ import xxhash
 from raydist import registry
 from raydist.checkpoint import manifest, retention
 from raydist.errors import TrainingStopped, UsageError
-from raydist.run.directory import SPEC, RunDir, manifest_name, step_folder
+from raydist.run.directory import RunDir, manifest_name, step_folder
 from raydist.run.log import read_steps
-from raydist.spec import JobSpec, load
+from raydist.spec import JobSpec, dump, read_stored
 
 COMPARED = ("loss", "grad_norm", "lr", "tokens", "samples_hash")
 """Of each step's record."""
@@ -69,8 +69,8 @@ def replay(run: RunDir, steps: int, start: int | None, workers: int | None, trus
     before = tuple(sorted({int(rows[step]["world_size"]) for step in again}))
     with tempfile.TemporaryDirectory() as folder:
         stored = Path(folder, "job.yaml")
-        stored.write_bytes(run.storage.read(SPEC))
-        spec = load(stored)
+        spec = read_stored(run.storage)  # as of a stranger: no other file that it names is read
+        stored.write_text(dump(spec))
         each = _each(spec)
         size = workers or (each if before != (each,) else 2 * each)
         if not trust:

@@ -1,7 +1,7 @@
 """The run's monitor: collects and stores steps and events, writes the heartbeat, and passes the driver's commands to rank 0.
 
-Runs in: one zero-CPU actor, owned by the driver and on its node. Must not import torch or pandas. Imports ray in
-`placed` only: `RunMonitor` is a plain class.
+Runs in: one zero-CPU actor, owned by the driver and on its node (monitor_actor.py). Must not import torch, pandas or ray:
+`RunMonitor` is a plain class.
 
     rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json; exporters
                          <--{"command", "traces"}-      ^   ^----- requests/*.json
@@ -377,33 +377,3 @@ class RunMonitor:
 def _taken(queue: deque[Any]) -> list[Any]:
     """Empties a queue to which other threads append."""
     return [queue.popleft() for _ in range(len(queue))]
-
-
-def start_monitor(
-    run_uri: str,
-    *,
-    interval_s: float = INTERVAL_S,
-    exporters: Sequence[Mapping[str, Any]] = DEFAULT_EXPORTERS,
-    spec: Mapping[str, Any] | None = None,
-) -> Any:
-    """Starts the run's monitor as an actor: zero CPUs, on this process's node, ends with this process. Returns its handle at once.
-
-    Needs a running Ray. `ray.get(handle.snapshot.remote())` waits until it is up, and raises errors of its constructor.
-    """
-    return placed(RunMonitor).remote(run_uri, this_process(), interval_s, exporters, spec)
-
-
-def placed(monitor: type[RunMonitor]) -> Any:
-    """The actor class of a monitor, with its options: `.remote(...)` starts it."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    node = ray.get_runtime_context().get_node_id()
-    return ray.remote(monitor).options(
-        num_cpus=0,
-        # flush may wait for storage: pushes and snapshots run in parallel.
-        max_concurrency=8,
-        # Ray restarts a killed monitor; it continues its records with the next push.
-        max_restarts=-1,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
-    )

@@ -20,7 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raydist.observe.run_monitor import INTERVAL_S, RunMonitor, placed, start_monitor
+from raydist.observe.monitor_actor import placed, start_monitor
+from raydist.observe.run_monitor import INTERVAL_S, RunMonitor
 from raydist.run.status import this_process
 
 _TAKE_S = 30.0

@@ -46,7 +46,7 @@ from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.flops import flops_per_token
 from raydist.worker.model._moe import layers_of
-from raydist.worker.parallel._pipeline import BoundStage
+from raydist.worker.parallel._pipeline_passes import BoundStage
 from raydist.worker.parallel._split import LayerSplit, split_layers
 from raydist.worker.parallel._stages import cut_model
 from raydist.worker.precision import DTYPES

@@ -267,7 +267,10 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_stored(folder: Storage, name: str = SPEC) -> JobSpec:
-    """The job of a run's spec.yaml, or of a sweep's base.yaml. Raises SpecError, FileNotFoundError, StorageError."""
+    """The job of a run's spec.yaml, or of a sweep's base.yaml; reads no other file, whatever it names.
+
+    Raises SpecError, FileNotFoundError, StorageError.
+    """
     source = f"{folder.uri}/{name}"
     try:
         tree = parse_yaml(folder.read(name))
@@ -275,6 +278,10 @@ def read_stored(folder: Storage, name: str = SPEC) -> JobSpec:
         raise SpecError(f"{source}: is damaged: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise SpecError(f"{source}: is damaged: holds {type(tree).__name__}, not fields")
+    if "extends" in tree:
+        raise SpecError(
+            f"{source}: extends: is for job files; a run's spec has all fields: this one was changed, restore it"
+        )
     return parse(tree, source=source)
 
 

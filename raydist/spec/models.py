@@ -15,6 +15,7 @@ from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
 from raydist.spec import comm, mesh, virtual_ranks
 from raydist.spec.comm import CommSpec
+from raydist.spec.parallel import ParallelSpec
 from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, problem
 from raydist.spec.running import (
     CheckpointSpec,
@@ -23,7 +24,6 @@ from raydist.spec.running import (
     HookSpec,
     ObserveSpec,
     OffloadSpec,
-    ParallelSpec,
     RecoverySpec,
     SpikeSpec,
     short_name,

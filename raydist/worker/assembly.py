@@ -346,4 +346,5 @@ def _injector(job: Job, rank: Rank) -> Injector:
     """Injects the faults of the job."""
     from raydist.worker.faults.injector import Injector
 
-    return Injector(job.faults, job.run, rank, job.attempt)
+    memory = job.memory_store.folder if job.memory_store is not None else None
+    return Injector(job.faults, job.run, rank, job.attempt, memory)

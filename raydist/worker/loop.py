@@ -24,12 +24,13 @@ from raydist.worker.assembly import Assembly, due
 from raydist.worker.attempt import Job, MonitorChannel, Outcome
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
+from raydist.worker.evaluation import evaluate
 from raydist.worker.metrics import memory
 from raydist.worker.metrics.reporter import Reporter
 from raydist.worker.metrics.startup_timing import Startup
 from raydist.worker.metrics.telemetry import Telemetry
 from raydist.worker.optim.schedule import lr_at
-from raydist.worker.step import LEFT_OUT, evaluate
+from raydist.worker.step import LEFT_OUT
 
 
 def _to_stderr(event: Event) -> None:

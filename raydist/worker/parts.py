@@ -162,6 +162,14 @@ class Parts:
             other.enter(index, micro_batches)
 
 
+def add_loss(sums: Tensor, loss: Tensor, parts: Parts | None) -> None:
+    """Adds a micro-batch's loss to the first of `sums`, or to its term."""
+    if parts is None:
+        sums[0] += loss.detach()
+    elif parts.term is not None:
+        sums[parts.term] += loss.detach()
+
+
 class WholeSums:
     """Sums of the whole gradients of this rank's parts, of parameters that are whole."""
 

@@ -6,7 +6,7 @@ Runs in: each train worker. Torch, never ray. All ranks call `train_step` togeth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from raydist.data.batches import MASKED, MicroBatch
+from raydist.data.batches import MicroBatch
 from raydist.errors import NonFinite
 from raydist.ipc.heartbeat import Heartbeat
+from raydist.worker.comm.groups import another
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.loss import Loss, call_model
 from raydist.worker.loss.cross_entropy import loss_sum as loss_sum
@@ -28,7 +29,7 @@ from raydist.worker.parallel._grad_norm import GradNorm, RowNorm
 from raydist.worker.parallel._model_graph import watch_gradients
 from raydist.worker.parallel._split import LayerSplit
 from raydist.worker.parameter_table import ParameterTable
-from raydist.worker.parts import Parts
+from raydist.worker.parts import Parts, add_loss
 from raydist.worker.precision import Precision
 from raydist.worker.step_hooks import Bad, Step, StepHook
 
@@ -90,7 +91,9 @@ class TrainStep:
         self.mesh, self.strategy, self.optimizer, self.precision = mesh, strategy, optimizer, precision
         self.full_tokens, self._clip, self.hooks = full_tokens, clip, hooks
         self._split, self._replica = split, replica
-        group = _group_of(replica) if replica else dist.group.WORLD
+        group = dist.group.WORLD
+        if replica:
+            group = another(replica.members) if len(replica.members) > 1 else None
         self._grad_norm = GradNorm(parameters, mesh.rank, group) if parts is None else RowNorm(parameters, mesh.rank)
         self.optimizer_hooks = hooks_of(optimizer, strategy.scale_grads)
         self.heartbeat = heartbeat or Heartbeat()
@@ -331,75 +334,5 @@ class _Diagnosis:
         torch.autograd.backward(made, grad)
 
 
-class _Evaluation:
-    """Passes over held-out batches. See `raydist.worker.parallel.Work`."""
-
-    trains = False
-
-    def __init__(self, mesh: Mesh, precision: Precision, heartbeat: Heartbeat, loss: Loss, parts: Parts | None) -> None:
-        self._mesh, self._precision, self._heartbeat, self._loss = mesh, precision, heartbeat, loss
-        self._parts = parts
-        zeros = [0.0, 0.0] if parts is None else parts.spread([0.0, 0.0])
-        self.sums = torch.tensor(zeros, dtype=torch.float64, device=mesh.rank.device)
-        """Of the loss, or of each part's, and of its tokens."""
-
-    def around(self, index: int) -> AbstractContextManager[None]:
-        self._heartbeat.enter("eval")
-        return nullcontext()
-
-    def forward(self, module: nn.Module, index: int, batch: MicroBatch, part: bool = False) -> torch.Tensor:
-        with self._precision.autocast():
-            if part:
-                return call_model(module, batch)
-            loss = self._loss(module, batch)
-        if self._mesh.counts:
-            add_loss(self.sums, loss, self._parts)
-            self.sums[-1] += (batch.targets != MASKED).sum()
-        return loss
-
-    def backward(self, index: int, made: torch.Tensor | GradientEdge, grad: torch.Tensor | None = None) -> None:
-        raise AssertionError("an evaluation has no backward pass")
-
-
-def add_loss(sums: torch.Tensor, loss: torch.Tensor, parts: Parts | None) -> None:
-    """Adds a micro-batch's loss to the first of `sums`, or to its term."""
-    if parts is None:
-        sums[0] += loss.detach()
-    elif parts.term is not None:
-        sums[parts.term] += loss.detach()
-
-
-def _group_of(replica: Mesh) -> dist.ProcessGroup | None:
-    """The ranks of one replica; None if it is one. They create the group alone."""
-    if len(replica.members) == 1:
-        return None
-    made: dist.ProcessGroup = dist.new_group(replica.members, use_local_synchronization=True)
-    return made
-
-
 def _finite(x: float) -> bool:
     return x - x == 0.0
-
-
-@torch.no_grad()
-def evaluate(
-    mesh: Mesh,
-    strategy: ParallelStrategy,
-    precision: Precision,
-    batches: Sequence[MicroBatch],
-    heartbeat: Heartbeat | None = None,
-    loss: Loss = loss_sum,
-) -> tuple[float, int]:
-    """(mean loss in nats, tokens) over the held-out batches of all ranks, each of which brings its own part."""
-    module = getattr(strategy.module, "module", strategy.module)
-    was_training = module.training
-    module.eval()
-    parts: Parts | None = getattr(strategy, "parts", None)
-    work = _Evaluation(mesh, precision, heartbeat or Heartbeat(), loss, parts)
-    run_passes(strategy, batches, work)
-    module.train(was_training)
-    if mesh.rank.world_size > 1:
-        dist.all_reduce(work.sums)
-    sums: list[float] = work.sums.tolist()
-    total, tokens = sums if parts is None else parts.joined(sums)
-    return total / max(tokens, 1.0), int(tokens)

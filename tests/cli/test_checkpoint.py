@@ -100,9 +100,9 @@ def recorded(run: RunDir, steps: int, world_size: int) -> None:
     log.close()
 
 
-def test_what_cannot_be_replayed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """Too few steps after a checkpoint, other bits by design, more workers than virtual ranks: each is one line, with exit code 2,
-    and leaves nothing behind."""
+def test_what_cannot_be_replayed(run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Too few steps after a checkpoint, other bits by design, more workers than virtual ranks, a spec that names code or another
+    file: each is one line, with exit code 2, and leaves nothing behind."""
     recorded(run, 53, 2)
     code, _, err = call(capsys, "verify", run.uri, "--replay", "60")
     assert (code, "no checkpoint is followed by 60 recorded steps" in err) == (2, True)
@@ -122,6 +122,11 @@ def test_what_cannot_be_replayed(run: RunDir, capsys: pytest.CaptureFixture[str]
     run.storage.write("spec.yaml", b"data: {source: x}\ntrain: {steps: 50}\nmodel: {name: 'evil.code:build'}\n")
     code, _, err = call(capsys, "verify", run.uri, "--replay", "3", "--workers", "2")
     assert (code, "model.name: evil.code:build is code that the run's files name" in err) == (2, True)
+    (outside := tmp_path / "outside.yaml").write_text("data: {source: x}\ntrain: {steps: 50}\n")
+    run.storage.write("spec.yaml", f"extends: {outside}\n".encode())
+    code, _, err = call(capsys, "verify", run.uri, "--replay", "3", "--workers", "2")
+    assert (code, f"{run.uri}/spec.yaml: extends: is for job files; a run's spec has all fields" in err) == (2, True)
+    outside.unlink()
     assert [path.name for path in Path(run.uri).parent.iterdir()] == ["it"]
 
 

@@ -56,11 +56,14 @@ def deploy(*words: str) -> Any:
         ({"workers": 6, "cpus_per_worker": 2, "resources": {"gpus": 0, "nodes": 3}}, (3, 3, 4)),
         ({"workers": 4, "gpus_per_worker": 0, "resources": {"nodes": 2}}, (2, 2, 2)),
         ({"workers": 4, "gpus_per_worker": 0.5, "resources": {"gpus": 1}}, (2, 2, 2)),
+        ({"workers": 6, "gpus_per_worker": 0, "resources": {"nodes": 2}, "tensor": 2}, (2, 2, 4)),
+        ({"workers": 8, "resources": {"gpus": 3}, "tensor": 2}, (4, 4, 2)),
     ],
 )
 def test_nodes_follow_from_workers(cluster: dict[str, Any], expected: tuple[int, int, int]) -> None:
-    """The fewest and the most nodes, and the CPUs of each."""
-    nodes = Nodes.of(parse({**JOB, "name": "j", "cluster": cluster}))
+    """The fewest and the most nodes, and the CPUs of each; tensor parallel ranks are together, and every worker has a node."""
+    parallel = {"tensor": (cluster := dict(cluster)).pop("tensor", 1)}
+    nodes = Nodes.of(parse({**JOB, "name": "j", "cluster": cluster, "parallel": parallel}))
     assert (nodes.least, nodes.most, nodes.cpus) == expected
 
 
@@ -188,6 +191,10 @@ def test_compose(job: Any) -> None:
         "raydist train job.yaml --name my_Job.1 --storage /runs --address head:6379 --wait-for-nodes "
     )
     assert "--block" not in start
+    stop = f"{Nodes.of(load(Path('job.yaml'), ['cluster.resources.nodes=2'])).grace_s}s"
+    assert made["services"]["head"]["stop_grace_period"] == stop, "as long as a checkpoint may take"
+    with pytest.raises(UserError, match="each worker has 1 GPUs"):
+        deploy("compose", job(workers=2, gpus_per_worker=1, resources={}))
 
 
 def test_the_section_changes_no_hash() -> None:

@@ -196,21 +196,25 @@ def of_yaml(data: bytes, draw: Callable[[Any], Any]) -> bytes:
 
 RUN = [
     ["show", "run"], ["show", "run", "--json"], ["runs"], ["report", "run", "--json"], ["logs", "run"], ["watch", "run"],
+    ["doctor", "run"], ["doctor", "run", "--json"], ["report", "run", "--out", "report.html"], ["trace", "run", "--timeout", "1"],
+    ["profile", "run", "--duration", "0.1"],
 ]  # fmt: skip
 CHECKPOINTS = [["checkpoint", "list", "run"], ["checkpoint", "verify", "run"], ["sample", "run", "--tokens", "2"]]
+EXPORTS = [["checkpoint", "export", "run", "--out", "exported"], CHECKPOINTS[2]]
+JOBS = [["plan", "job.yaml", "--vocab", "16"], ["doctor", "job.yaml"], ["deploy", "slurm", "job.yaml"]]
 SWEPT = [["sweep", "results", "sweep"], ["sweep", "best", "sweep"], ["sweep", "report", "sweep"]]
 DATA = [["data", "show", "data"], ["data", "verify", "data"], ["data", "show", "data", "--document", "0"]]
 FILES: dict[str, tuple[str, Callable[..., bytes], list[list[str]], int]] = {
-    "job": ("job.yaml", of_yaml, [["plan", "job.yaml", "--vocab", "16"]], 8),
-    "spec": ("runs/run/spec.yaml", of_yaml, [*RUN, *CHECKPOINTS[1:]], 4),
-    "state": ("runs/run/state.json", of_json, RUN[:3], 8),
-    "events": ("runs/run/events.jsonl", of_lines, [RUN[1], RUN[0], RUN[3]], 12),
-    "metrics": ("runs/run/metrics/*", cut, [RUN[0], ["show", "run", "--steps"], RUN[3]], 6),
-    "samples": ("runs/run/samples/*", cut, [RUN[3]], 6),
+    "job": ("job.yaml", of_yaml, JOBS, 8),
+    "spec": ("runs/run/spec.yaml", of_yaml, [*RUN, *CHECKPOINTS[1:], *EXPORTS], 4),
+    "state": ("runs/run/state.json", of_json, RUN, 8),
+    "events": ("runs/run/events.jsonl", of_lines, RUN, 12),
+    "metrics": ("runs/run/metrics/*", cut, [*RUN, ["show", "run", "--steps"]], 6),
+    "samples": ("runs/run/samples/*", cut, [RUN[3], RUN[6], RUN[7], RUN[8]], 6),
     "fault": ("runs/run/faults/*.json", of_json, RUN[:2], 6),
     "lease": ("runs/run/drivers/*.json", of_json, [["stop", "run"], RUN[0]], 6),
-    "manifest": ("runs/run/checkpoints/step-00000004/MANIFEST*", of_manifest, CHECKPOINTS, 10),
-    "tensors": ("runs/run/checkpoints/step-00000004/shard*", cut, CHECKPOINTS[1:], 4),
+    "manifest": ("runs/run/checkpoints/step-00000004/MANIFEST*", of_manifest, [*CHECKPOINTS, *EXPORTS], 10),
+    "tensors": ("runs/run/checkpoints/step-00000004/shard*", cut, [*CHECKPOINTS[1:], *EXPORTS], 4),
     "deepspeed": ("ds.json", of_json, [["convert", "deepspeed", "ds.json"]], 12),
     "sweep": ("sweep.yaml", of_yaml, [["sweep", "sweep.yaml", "--dry-run"]], 8),
     "swept": ("runs/sweep/sweep.yaml", of_yaml, SWEPT[:1], 4),
@@ -247,6 +251,7 @@ def test_no_file_breaks_a_command(folder: Path, monkeypatch: pytest.MonkeyPatch,
             code, out, err = call(command)
         finally:
             path.write_bytes(original)
+            shutil.rmtree("exported", ignore_errors=True)
         told = f"{command}: {code}\n{broken[-2000:]!r}\n{out}\n{err}"
         assert code in (0, 2, 3), told
         assert "Traceback" not in err, told

@@ -14,14 +14,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import psutil
 import pytest
 import ray
 
 from raydist.cluster.run import ray_train_adapter
+from raydist.cluster.run.coordinator import start_coordinator
 from raydist.cluster.run.fit import AbortHandle, AttemptResult
+from raydist.cluster.run.supervisor import Supervisor
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.errors import RaydistError
+from raydist.run.directory import RunDir
 from tests.processes import runs
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -122,6 +128,28 @@ def test_a_worker_that_exits_is_a_death(session: Session) -> None:
     assert failure is not None
     assert failure.kind == "worker_died"
     assert failure.rank in (1, None)
+
+
+def test_a_killed_coordinator_is_named(session: Session, tmp_path: Path) -> None:
+    """Whatever the run calls it for next, the run's cause is its process."""
+    coordinator, none = start_coordinator(), cast(Any, None)
+    ray.get(coordinator.reports.remote())
+    (process,) = (p for p in psutil.Process().children(recursive=True) if "ray::Coordinator" in " ".join(p.cmdline()))
+    process.kill()
+    attempts = cast(Any, SimpleNamespace(run=lambda: ray.get(coordinator.gathered.remote())))
+    parts: dict[str, Any] = {
+        "monitor": none,
+        "stop_request": none,
+        "elasticity": none,
+        "outage": none,
+        "injector": None,
+        "slot": none,
+    }
+    supervisor = Supervisor(RunDir(tmp_path), none, attempts=attempts, **parts)
+    supervisor._train()
+    assert supervisor._ending is not None
+    cause = f"Ray's coordinator (process {process.pid} on {session.node_ip}) has exited without reporting an error"
+    assert supervisor._ending.cause == f"{cause}; run the same command again to continue"
 
 
 def test_abort_ends_an_attempt_at_once(session: Session, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from raydist.cluster.run.root_cause import Kind
 from raydist.cluster.session import open_session
 from raydist.observe.exporters import prometheus
-from raydist.observe.run_monitor import start_monitor
+from raydist.observe.monitor_actor import start_monitor
 from raydist.records import Event, StepRecord
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -372,6 +373,17 @@ def test_out_of_memory_with_virtual_ranks_keeps_the_shapes() -> None:
     assert (first.recompute, first.after_s, first.micro_batch, first.max_tokens) == (True, 0.0, None, None)
     assert isinstance(second, Stop)
     assert "all blocks are recomputed; offload.optimizer: cpu, or parallel.strategy: zero3" in second.because
+    # A model without blocks refuses in the next attempt: the run ends with what came first, and says why that was no remedy.
+    refused = replace(fail("UserError: the model has no nn.ModuleList"), heals=False)
+    after = History().then(replace(no_memory, rank=1))
+    ended = decide(refused, after, Policy(), FixedShapes(True))
+    assert isinstance(ended, Stop)
+    assert (ended.cause, ended.rank) == (no_memory.cause, 1)
+    assert f"cannot be recomputed: {refused.cause}; offload.optimizer: cpu" in ended.because
+    for past in (History(), History().then(fail("rank 0 died"))):
+        assert decide(refused, past, Policy(), FixedShapes(True)) == Stop(
+            refused.cause, "a restart would meet the same error"
+        )
 
 
 def test_out_of_memory_is_never_tried_again_as_it_was() -> None:

@@ -18,9 +18,9 @@ from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker.dataloader import own_tokens
 from raydist.worker.distributed import Rank
+from raydist.worker.evaluation import evaluate
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel._context import SharedSequence, share_sequences
-from raydist.worker.step import evaluate
 from tests.contracts.test_tensor import Result, compare
 from tests.training import CONTEXT, GROUPED, MODEL, Trainer, alone, counted, job, mesh_job, mine, run, samples
 

@@ -14,7 +14,7 @@ import torch
 from raydist import registry
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
-from raydist.worker.step import evaluate
+from raydist.worker.evaluation import evaluate
 from tests.contracts.test_tensor import Result, compare
 from tests.training import CONTEXT, GROUPED, Trainer, alone, counted, job, mesh_job, mine, run, samples
 

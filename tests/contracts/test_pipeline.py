@@ -24,12 +24,13 @@ from raydist.ipc import heartbeat
 from raydist.ipc.stack_dump import waits
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
+from raydist.worker.evaluation import evaluate
 from raydist.worker.metrics.collective_counters import CollectiveCounters
 from raydist.worker.parallel._model_graph import blocks_of
 from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._stages import cut_model
 from raydist.worker.pipeline_schedule import actions, cut, schedule, timeline
-from raydist.worker.step import StepReport, evaluate
+from raydist.worker.step import StepReport
 from tests.training import CONTEXT, GROUPED, MODEL, VOCAB, Trainer, alone, counted, job, mesh_job, mine, run, samples
 
 DEEP = {**MODEL, "layers": 4, "heads": 4, "width": 32, "tie_embeddings": False, "qk_norm": True}

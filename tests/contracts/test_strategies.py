@@ -22,10 +22,11 @@ from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 from raydist.worker.checks.replicas import ReplicaCheck
 from raydist.worker.distributed import Rank
+from raydist.worker.evaluation import evaluate
 from raydist.worker.mesh import Mesh
 from raydist.worker.optim.offload import adamw as offload
 from raydist.worker.parameter_table import gather_parameters
-from raydist.worker.step import StepReport, evaluate, loss_sum
+from raydist.worker.step import StepReport, loss_sum
 from tests.training import (
     CONTEXT,
     GROUPED,

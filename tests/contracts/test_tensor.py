@@ -17,9 +17,10 @@ from raydist import registry
 from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
+from raydist.worker.evaluation import evaluate
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel._tensor import TensorParallel
-from raydist.worker.step import StepReport, evaluate
+from raydist.worker.step import StepReport
 from tests.training import CONTEXT, GROUPED, MODEL, VOCAB, Trainer, alone, counted, job, mesh_job, mine, run, samples
 
 WIDE = {**MODEL, "heads": 4, "width": 32}

@@ -20,7 +20,7 @@ from raydist.data.batches import MASKED, MicroBatch, equal_parts
 from raydist.spec import JobSpec
 from raydist.worker.dataloader import own_tokens
 from raydist.worker.distributed import Rank
-from raydist.worker.step import evaluate
+from raydist.worker.evaluation import evaluate
 from tests.training import CONTEXT, GROUPED, MODEL, VARIANTS, Trainer, alone, counted, gather_parts, job, run, samples
 
 STEPS, N = 3, 16

@@ -127,6 +127,34 @@ def test_a_crowded_host_is_no_fault() -> None:
     assert told(Diagnosis(), rows(120, crowded)) == []
 
 
+@pytest.mark.parametrize(
+    ("spec", "size", "setting"),
+    [
+        ({}, 1 << 10, "parallel.bucket_mb"),
+        ({"parallel": {"strategy": "zero2"}}, 1 << 10, "train.micro_batch"),
+        ({"parallel": {"strategy": "ddp", "bucket_mb": "auto"}}, 1 << 10, "train.micro_batch"),
+        ({}, 1 << 20, "comm.compress"),
+        ({"comm": {"compress": "none"}}, 1 << 20, "comm.compress"),
+        ({"comm": {"compress": "int8"}}, 1 << 20, "train.micro_batch"),
+    ],
+)
+def test_what_helps_against_waiting_for_the_network(spec: dict[str, Any], size: int, setting: str) -> None:
+    """All ranks of two nodes wait alike, with messages of that size: the remedy is a setting that the job can change."""
+
+    def waiting() -> Iterator[list[dict[str, Any]]]:
+        for node, *ranks in rows(60):
+            second = node["at"] - T + 1
+            for row in ranks:
+                row |= {"forward_seconds": 0.1 * second, "backward_seconds": 0.9 * second, "run_delay_seconds": 0.0,
+                        "all_reduce_exposed_seconds": 0.7 * second, "all_reduce_count": 10 * second,
+                        "all_reduce_bytes": 10 * second * size}  # fmt: skip
+            yield [node, {**node, "node": "10.0.0.2"}, *ranks]
+
+    ((_, finding),) = told(Diagnosis(spec=spec), waiting())
+    assert (finding.rule, finding.culprit["setting"]) == ("comm_bound", setting)
+    assert setting.rpartition(".")[2] in finding.remedy
+
+
 def test_what_the_kernel_names_needs_no_history() -> None:
     """A rank that is held for 4 s is told in the first seconds of a run, where all lack a processor for 0.7 of the time; one that a
     quota keeps back is told there, too, and the same quota of all ranks is told of their node."""

@@ -153,9 +153,9 @@ class _Tail:
 def _obey(arguments: list[str], out: TextIO, err: TextIO) -> int:
     """Runs one command as the shell would; returns its exit code."""
     from raydist.cli.main import main
-    from raydist.cluster.session import _WithoutRay
+    from raydist.cluster.ray_output import WithoutRay
 
-    quiet: Any = _WithoutRay(out, sys.stderr)  # as open_session has it
+    quiet: Any = WithoutRay(out, sys.stderr)  # as open_session has it
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(err):
         try:
             main(arguments)

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from raydist.checkpoint.memory_layout import SHM
+from raydist.faults import DamageCopy, Segfault
 from raydist.ipc import mailbox
 from raydist.run.directory import RunDir
 from tests.exact import exact
@@ -37,10 +39,14 @@ def until_copied(process: Any) -> Path:
 def test_killed_ranks_go_on_from_memory(project: Any) -> None:
     """dp 2 x tensor 2 under zero1, four workers: SIGKILL of rank 3 in step 6, where the ranks wait until there is a copy, then of
     rank 0, without a checkpoint on storage: the steps since the newest copy are trained again, with the bits of an undisturbed run
-    on that mesh, and one row a step."""
+    on that mesh, and one row a step. Then a bit of rank 2's copies changes, and the rank dies: they are rejected, and the run
+    starts again."""
     mesh = ("--set", "cluster.workers=4", "--set", "parallel.tensor=2", "--set", "parallel.strategy=zero1")
     project.train("mesh", *mesh)
     options = project.options("mesh-killed", [[3, "step", 11], [0, "step", 13]], hold=11)
+    faults = [DamageCopy(rank=2, step=12), Segfault(rank=2, step=12)]
+    (project.root / "copies.yaml").write_text(yaml.safe_dump([fault.model_dump(mode="json") for fault in faults]))
+    options += ["--faults", "copies.yaml", "--set", "recovery.max_failures=-1"]
     process = project.warm_start("train", "job.yaml", "--name", "mesh-killed", *PLAIN, *mesh, *options)
     folder = until_copied(process)
     (project.root / "marks" / "mesh-killed" / "go").touch()
@@ -50,7 +56,10 @@ def test_killed_ranks_go_on_from_memory(project: Any) -> None:
     assert [e["source"] for e in resumed] == ["memory"] * 2
     assert resumed[0]["step"] in (2, 4)
     assert resumed[1]["step"] >= resumed[0]["step"]
-    assert [e["rank"] for e in project.events("mesh-killed", "failure")] == [3, 0]
+    assert [e["rank"] for e in project.events("mesh-killed", "failure")] == [3, 0, 2]
+    (rejected,) = project.events("mesh-killed", "checkpoint_rejected")
+    assert "/shard-00002-of-00004-" in rejected["file"]
+    assert rejected["cause"].startswith("its bytes are not those that were written")
     assert exact(project.steps("mesh-killed")) == exact(project.steps("mesh"))
     assert project.weights("mesh-killed", 12) == project.weights("mesh", 12)
     assert not folder.exists()

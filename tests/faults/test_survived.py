@@ -37,6 +37,8 @@ from raydist.faults import (
     LossSpike,
     MemoryHog,
     NoDescriptors,
+    NoProcesses,
+    OneWayCut,
     OutOfMemory,
     Pause,
     Raise,
@@ -44,6 +46,8 @@ from raydist.faults import (
     Segfault,
     SkipCollective,
     SlowData,
+    SlowDisk,
+    SlowNetwork,
     SlowRank,
     SlowStorage,
     StaleStorage,
@@ -88,12 +92,17 @@ HICCUPS: list[Fault] = [
     HangingStorage(rank=0, step=32, seconds=0.3),
     NoDescriptors(rank=0, step=52, seconds=0.3),
     UnmountedStorage(rank=1, step=57, operations=1),
+    SlowNetwork(rank=1, step=33, seconds=0.3, bytes_per_s=1 << 16),
+    OneWayCut(rank=1, step=49, seconds=0.3),
+    SlowDisk(rank=0, step=33, seconds=0.3, bytes_per_s=1 << 18),
     Garbage(rank=1, step=34, objects=1000),
     SlowRank(rank=0, step=35, seconds=0.05, steps=2),
 ]
 """Faults after which the attempt continues."""
 if (group := cgroup("cpu")) is not None and os.access(group.mount, os.W_OK):  # root may not either, in a container
     HICCUPS.append(CpuQuota(rank=0, step=35, seconds=0.2, cpus=0.5))
+if os.geteuid() or ((group := cgroup("pids")) is not None and os.access(group.mount, os.W_OK)):
+    HICCUPS.append(NoProcesses(rank=1, step=51, phase="save", seconds=0.3))
 
 DAMAGED = {"torn": 36, "truncated": 39, "flipped": 42, "missing": 45, "manifest": 48}
 """The kind of damage -> the checkpoint's step. The checkpoint is damaged two steps later."""

@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.util.state import get_actor
 
-from raydist.observe.run_monitor import start_monitor
+from raydist.observe.monitor_actor import start_monitor
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events, read_steps
 from raydist.run.status import last_word, read_state

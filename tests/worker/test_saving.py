@@ -13,11 +13,17 @@ import pytest
 from raydist.checkpoint import manifest
 from raydist.data.prepare import prepare
 from raydist.errors import SavesFailed, SpecChanged
+from raydist.faults import Kill
+from raydist.records import Event
 from raydist.run.directory import RunDir
+from raydist.run.log import read_events, read_steps
+from raydist.run.log_writer import RunLog
 from raydist.spec import JobSpec
 from raydist.worker.attempt import Job, MonitorChannel
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
+from raydist.worker.metrics import reporter
+from tests.exact import exact
 from tests.training import run
 
 
@@ -209,3 +215,55 @@ def test_checkpoints_as_far_apart_as_loses_least(ranks: Any, dataset: str, tmp_p
     committed = RunDir(tmp_path / "run").committed()
     assert committed[:2] == [10, 20]
     assert committed[-1] == 60
+
+
+def recorded(rank: Rank, dataset: str, root: str, attempt: int, resume: int, dies: bool) -> Any:
+    """An attempt whose monitor is a RunLog. With `dies` it is cut off after its first flush, and the rank is killed in step 9."""
+    spec = JobSpec.model_validate(
+        {
+            "data": {"path": dataset},
+            "model": {"layers": 1, "width": 16, "heads": 2, "context": 8},
+            "train": {"steps": 12, "global_batch": 4, "micro_batch": 2},
+            "checkpoint": {"every": 2, "asynchronous": False},
+            "eval": {"every": None},
+        }
+    )
+    log = RunLog(RunDir(root))
+    log.attempt(attempt, resume)
+    cut: list[bool] = []
+
+    def push(new: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
+        if cut:
+            raise ConnectionError("the monitor does not answer")
+        log.steps(new)
+        for event in told:
+            log.event(Event.from_dict(event))
+
+    def durable() -> None:
+        log.flush()
+        cut.extend([True] * dies)
+
+    faults = [Kill(rank=0, step=9).model_dump(mode="json")] if dies else []
+    job = Job(spec, RunDir(root), dataset, attempt, faults=faults)
+    patience, reporter.FLUSH_S = reporter.FLUSH_S, 0.3
+    try:
+        return train(job, rank, MonitorChannel(push, durable)).status
+    finally:
+        reporter.FLUSH_S = patience
+
+
+def test_a_checkpoint_has_the_records_that_the_monitor_did_not_get(ranks: Any, dataset: str, tmp_path: Path) -> None:
+    """The network to the monitor is cut after the save of step 2, the rank dies in step 9, and the run goes on from step 8: each
+    step has one row, which is that of an undisturbed run, and the saves of before are events."""
+    calm, disturbed = RunDir(tmp_path / "calm"), RunDir(tmp_path / "disturbed")
+    assert run(ranks, recorded, 1, dataset, calm.uri, 1, 0, False) == ["finished"]
+    (death,) = ranks.run(recorded, 1, dataset, disturbed.uri, 1, 0, True)
+    assert isinstance(death, ChildProcessError)
+    assert read_steps(disturbed)["step"].to_pylist() == [1, 2]
+    assert run(ranks, recorded, 1, dataset, disturbed.uri, 2, 8, False) == ["finished"]
+    rows, expected = (exact(read_steps(each).to_pylist()) for each in (disturbed, calm))
+    assert [row[0] for row in rows] == list(range(1, 13))
+    assert rows == expected
+    saved = [event.data["step"] for event in read_events(disturbed) if event.kind == "checkpoint_saved"]
+    assert saved == [2, 4, 6, 10, 12]  # that of step 8 became known after the checkpoint
+    assert read_steps(disturbed)["attempt"].to_pylist() == [1] * 2 + [2] * 10

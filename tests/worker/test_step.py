@@ -11,9 +11,10 @@ from torch import nn
 
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.worker.distributed import Rank
+from raydist.worker.evaluation import evaluate
 from raydist.worker.optim import optimizers
 from raydist.worker.parallel import ParamShard
-from raydist.worker.step import evaluate, loss_sum
+from raydist.worker.step import loss_sum
 from tests.training import CONTEXT, Trainer, alone, counted, job, mine, samples
 
 

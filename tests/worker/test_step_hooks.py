@@ -13,9 +13,9 @@ import torch.distributed as dist
 from raydist.data.batches import MicroBatch
 from raydist.errors import NonFinite
 from raydist.worker.distributed import Rank
+from raydist.worker.evaluation import evaluate
 from raydist.worker.parallel import Work
 from raydist.worker.parallel._grad_norm import grad_norm
-from raydist.worker.step import evaluate
 from raydist.worker.step_hooks import Bad, Step, StepHook
 from tests.training import CONTEXT, Trainer, alone, counted, job, mine, run, samples
 

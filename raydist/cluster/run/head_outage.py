@@ -61,7 +61,8 @@ class HeadOutage:
         if self._head is None or not self.silent:
             return None
         then = "run the same command again to continue"
-        then = then if self._head.dead else f"once it does, {then}" if isinstance(self._head, HeadMonitor) else then
+        if isinstance(self._head, HeadMonitor):
+            then = f"once it does, {then}, with another --address if it has moved"
         cause = f"{self._head.why(self._head.silent_s)}; {then}"
         return Ending("stopped", self._run.newest_step(), cause=cause)
 

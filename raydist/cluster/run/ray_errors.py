@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.train import ControllerError, PreemptionError, WorkerGroupError
 
 from raydist.cluster.ray_private import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
@@ -53,6 +53,16 @@ def rank_error(rank: int, failure: BaseException, traceback: str) -> RankError:
         at=getattr(failure, "at", None),
         bases=tuple(getattr(failure, "bases", [c.__name__ for c in type(failure).__mro__])),
     )
+
+
+def lost(error: RayError) -> str:
+    """For a run's cause: what of Ray the driver has lost when its call raised `error`. An actor's process, if it was that."""
+    text = str(error).strip()
+    found = dict(re.findall(r"^\s*(class_name|pid|ip): (\S+)$", text, re.MULTILINE))
+    if isinstance(error, RayActorError) and found.keys() == {"class_name", "pid", "ip"}:
+        who = f"{found['class_name'].lower()} (process {found['pid']} on {found['ip']})"
+        return f"Ray's {who} has exited without reporting an error"
+    return f"the cluster no longer answers ({type(error).__name__}: {(text.splitlines() or [''])[0]})"
 
 
 def _death(rank: int | None, text: str) -> RankError:

@@ -105,6 +105,8 @@ class Past:
     signature: tuple[str, str]
     committed: int
     node: str | None = None
+    cause: str = ""
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,9 @@ class History:
 
     def then(self, failure: Failure) -> History:
         """This history with `failure` added, for the next `decide`."""
-        return replace(self, past=(*self.past, Past(failure.signature, self.committed, failure.node)))
+        return replace(
+            self, past=(*self.past, Past(failure.signature, self.committed, failure.node, failure.cause, failure.rank))
+        )
 
     def stuck(self) -> tuple[Past, ...]:
         """The failures since the last progress: those at the present newest committed step."""
@@ -147,10 +151,11 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the run with `cause`."""
+    """End the run with `cause`. `rank`: whose it is, if it is not that of the last failure."""
 
     cause: str
     because: str
+    rank: int | None = None
 
 
 def decide(
@@ -167,6 +172,10 @@ def decide(
     if failure.kind == "aborted":
         return Stop(failure.cause, "the attempt was aborted on request")
     if not failure.heals:
+        before = history.past[-1] if history.past else None
+        if isinstance(split, FixedShapes) and split.recomputed and before and before.signature[0] == "out_of_memory":
+            # The model has no blocks, for example: not what the user asked for ends the run, but what came before.
+            return Stop(before.cause, f"activations cannot be recomputed: {failure.cause}; {_SAME_BITS}", before.rank)
         return Stop(failure.cause, "a restart would meet the same error")
     if _will_repeat(failure, history):
         while_ = "while the model was built" if failure.stage == "build" else "in the first step"
@@ -276,6 +285,7 @@ def resize(least: int, most: int, living: int, room: int, waited_s: float, polic
 
 
 _OWN_LIMIT = frozenset(["out_of_memory", "rollback"])
+_SAME_BITS = "offload.optimizer: cpu, or parallel.strategy: zero3 on more workers need less, and have the same bits"
 
 
 def _after_no_memory(failure: Failure, policy: Policy, split: Passes | None) -> Restart | Stop:
@@ -313,5 +323,4 @@ def _with_fixed_shapes(failure: Failure, policy: Policy, passes: FixedShapes) ->
         return Restart(0.0, why, recompute=True)
     tried = "recovery.on_oom is stop" if policy.on_oom == "stop" else "out of memory, and all blocks are recomputed"
     again = "" if passes.recomputed else "train.checkpoint_activations: full, "
-    remedy = "offload.optimizer: cpu, or parallel.strategy: zero3 on more workers need less, and have the same bits"
-    return Stop(failure.cause, f"{tried}; {again}{remedy}")
+    return Stop(failure.cause, f"{tried}; {again}{_SAME_BITS}")

@@ -221,9 +221,10 @@ class RestartLoop:
                 if self._stop_request.wait(after_s):
                     return Ending("interrupted", self._request.run.newest_step(), signal=self._stop_request.signals[0])
                 return None
-            case Stop(cause, because):
+            case Stop(cause, because, rank):
                 self._monitor.say("decision", action="stop", because=because, after_s=0.0)
-                who = "" if failure.rank is None else f"rank {failure.rank}: "
+                rank = failure.rank if rank is None else rank
+                who = "" if rank is None else f"rank {rank}: "
                 return Ending(
                     "stopped",
                     self._request.run.newest_step(),

@@ -282,8 +282,9 @@ class Supervisor:
         try:
             self._ending = self._attempts.run()
         except RayError as error:
-            line = (str(error).strip().splitlines() or [""])[0]
-            cause = f"the cluster no longer answers ({type(error).__name__}: {line}); run the same command again to continue"
+            from raydist.cluster.run.ray_errors import lost
+
+            cause = f"{lost(error)}; run the same command again to continue"
             self._ending = Ending("stopped", self._run.newest_step(), cause=cause)
         except BaseException as error:
             self._error = error

@@ -17,7 +17,7 @@ from raydist.cluster.run.coordinator import start_coordinator
 from raydist.cluster.run.fit import WorkerKind
 from raydist.cluster.run.worker_group import Group
 from raydist.cluster.session import Session
-from raydist.observe.run_monitor import start_monitor
+from raydist.observe.monitor_actor import start_monitor
 from raydist.observe.warm_monitors import WarmMonitors
 
 

@@ -41,7 +41,7 @@ from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.gradient_noise_scale import GradientNoise
-from raydist.worker.metrics.reporter import Reporter
+from raydist.worker.metrics.reporter import UNSENT, Reporter
 from raydist.worker.parameter_table import ParameterTable, gather_tensors
 from raydist.worker.precision import Precision
 
@@ -160,6 +160,8 @@ class CheckpointManager:
                 attempt=job.attempt,
                 world_size=rank.world_size,
             )
+            if UNSENT in manifest.plain:
+                self._reporter.resend(manifest.plain[UNSENT], job.attempt)
             if change := numbers.schedule_change(manifest, self._spec, self._total, self._steps_per_epoch):
                 self._reporter.say("note", text=change)
             for name, why in loaded.anew.items():
@@ -223,7 +225,7 @@ class CheckpointManager:
             asynchronous=spec.asynchronous,
             keep=spec.keep,
             on_event=self._saved,
-            before_commit=reporter.flush if reporter else None,
+            before_commit=reporter.before_commit if reporter else None,
             max_failures=spec.max_failures,
             timeout_s=spec.timeout_s,
             **common,
@@ -233,7 +235,7 @@ class CheckpointManager:
         self._interval = CheckpointInterval(spec.every, resumed, spec.mtbf_h * 3600 / self._rank.world_size)
         if job.memory_store is not None and every is not None:
             # A restart from memory must find the records of the steps before it.
-            before_commit = reporter.require_flush if reporter else None
+            before_commit = (lambda step: reporter.require_flush()) if reporter else None
             on_event = reporter.event if reporter else lambda event: None
             self._memory_store = MemoryCheckpointer(
                 job.memory_store, every, resumed=resumed, before_commit=before_commit, on_event=on_event, **common

@@ -69,7 +69,8 @@ class Saver:
     its side thread must not mix with others. `asynchronous`: else `start` returns after the commit. `keep`: newest checkpoints that
     stay, besides the best. `attempt`, `spec_hash`, `numbers`, `mesh` go into the manifest. `parameters`: a commit without all of
     them fails. `max_failures`, `timeout_s`: see the module. `on_event` gets checkpoint_saved and checkpoint_failed on rank 0, also
-    from its side thread. `before_commit` is called there just before the manifest is written; if it raises, the save fails.
+    from its side thread. `before_commit` is called there with the step, just before the manifest is written, and gives more plain
+    values for it; if it raises, the save fails.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Saver:
         on_event: Callable[[Event], None],
         mesh: Mapping[str, int] | None = None,
         parameters: ParameterTable | None = None,
-        before_commit: Callable[[], object] | None = None,
+        before_commit: Callable[[int], Mapping[str, Any] | None] | None = None,
         max_failures: int = 3,
         timeout_s: float = 600.0,
     ) -> None:
@@ -168,7 +169,10 @@ class Saver:
         stage = self._stage_for(tensors)
         stage.ready()
         self._save = save
-        threading.Thread(target=self._work, args=(save, stage), name="raydist-checkpoint", daemon=True).start()
+        try:
+            threading.Thread(target=self._work, args=(save, stage), name="raydist-checkpoint", daemon=True).start()
+        except RuntimeError:  # no thread can be started now; the other ranks' threads wait for this rank
+            self._work(save, stage)
         if not self._asynchronous:
             save.done.wait(self._timeout_s)
         save.stalled += time.perf_counter() - begun
@@ -325,10 +329,9 @@ class Saver:
         in_shards = {name: shape for name, shape in wanted.items() if name not in table or table[name].alias is None}
 
         def commit(files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:
-            if self._before_commit is not None:
-                self._before_commit()
+            more = (self._before_commit(save.step) if self._before_commit is not None else None) or {}
             tensors = tensors | {n: tensors[row.alias] for n, row in table.items() if row.alias in tensors}
-            save.bytes = self.committer.commit(save.step, files, tensors, save.plain, wanted)
+            save.bytes = self.committer.commit(save.step, files, tensors, {**save.plain, **more}, wanted)
 
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # by `no_dist`
         save.writer = self._writer(save.step, save.parts, stage, commit)

@@ -19,7 +19,7 @@ from raydist import faults
 from raydist.storage import Sink, Storage
 
 _ERRNO = {"disk_full": errno.ENOSPC, "read_only": errno.EROFS, "storage_gone": errno.EIO, "stale_storage": errno.ESTALE}
-_OPERATIONS = {"disk_full": {"write"}, "read_only": {"write", "delete"}}
+_OPERATIONS = {"disk_full": {"write"}, "read_only": {"write", "delete"}, "slow_disk": {"write"}}
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class _FaultyStorage(Storage):
                 raise self._failed(
                     operation, name, FileNotFoundError("its run's folder is gone; is its file system mounted?")
                 )
-        elif fault is not None and not isinstance(fault, faults.DiskFull):
+        elif fault is not None and not isinstance(fault, faults.DiskFull | faults.SlowDisk):
             raise self._failed(operation, name, OSError(_ERRNO[fault.fault], ""))
         return fault
 
@@ -89,7 +89,10 @@ class _FaultyStorage(Storage):
     def create(self, name: str, check: Callable[[], object] | None = None) -> Iterator[Sink]:
         fault = self._meet("write", name)
         with super().create(name, check) as sink:
-            yield _FullDisk(sink) if isinstance(fault, faults.DiskFull) else sink
+            if isinstance(fault, faults.DiskFull):
+                yield _FullDisk(sink)
+            else:
+                yield _SlowDisk(sink, fault.bytes_per_s) if isinstance(fault, faults.SlowDisk) else sink
 
     def write_new(self, name: str, data: bytes) -> bool:
         if isinstance(self._meet("write", name), faults.DiskFull):
@@ -139,6 +142,17 @@ class _FullDisk:
     def write(self, data: bytes | memoryview, /) -> int:
         self._sink.write(memoryview(data)[: len(data) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class _SlowDisk:
+    """Takes so long for what it writes."""
+
+    def __init__(self, sink: Sink, bytes_per_s: int) -> None:
+        self._sink, self._bytes_per_s = sink, bytes_per_s
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        time.sleep(memoryview(data).nbytes / self._bytes_per_s)
+        return self._sink.write(data)
 
 
 def ill_storage(uri: str, ill: Illness) -> Storage:

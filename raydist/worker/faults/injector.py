@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -25,14 +26,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raydist import faults, registry
-from raydist.checkpoint import manifest
+from raydist.checkpoint import manifest, memory_layout
 from raydist.data.batches import Batches, StepBatch
 from raydist.faults import Fault
 from raydist.ipc.heartbeat import Heartbeat
-from raydist.run.directory import RunDir
+from raydist.run.directory import CHECKPOINTS, RunDir
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
-from raydist.worker.faults import InjectedError, host_pressure, run_processes
+from raydist.worker.faults import InjectedError, host_pressure, links, run_processes
 from raydist.worker.faults.faulty_storage import Illness, ill_storage
 from raydist.worker.parallel._model_graph import plain_name
 
@@ -40,23 +41,31 @@ _WAIT_S = 60.0
 """The time to wait for the driver to inject a fault, and for the commit of a checkpoint to damage."""
 _POLL_S = 0.02
 _HOG_BYTES = 64 << 20
-_FEW = 8
+_FEW, _SLOTS = 8, 2
 
 
 class Injector:
     """The faults of one rank in one attempt, whose loop calls these methods. `requested`: the faults of the run, as plain values.
+    `memory`: the folder of the node's memory store.
 
     If the rank has a storage fault, replaces `run.storage` by one that can fail.
     """
 
-    def __init__(self, requested: Sequence[Mapping[str, Any]], run: RunDir, rank: Rank, attempt: int) -> None:
+    def __init__(
+        self,
+        requested: Sequence[Mapping[str, Any]],
+        run: RunDir,
+        rank: Rank,
+        attempt: int,
+        memory: str | None = None,
+    ) -> None:
         every = faults.parse(requested)
         self._due = [
             (name, fault)
             for name, fault in zip(faults.names(every), every, strict=True)
             if fault.rank in (None, rank.rank) or isinstance(fault, faults.SkipCollective)
         ]
-        self._run, self._rank, self._attempt = RunDir(run.storage), rank, attempt
+        self._run, self._rank, self._attempt, self._memory = RunDir(run.storage), rank, attempt, memory
         self._passed: set[str] = set()
         self._model: nn.Module | None = None
         self._tampering: Fault | None = None
@@ -64,7 +73,7 @@ class Injector:
         """(last step, seconds) of slow ranks."""
         self._slept = 0
         self._lasting: threading.Thread | None = None
-        """Ends with the lack of descriptors, in which no note can be written."""
+        """Ends with the lack of descriptors or processes, in which no note can be written."""
         self._slow_data: list[tuple[int, float]] = []
         self._garbage: list[tuple[int, list[Any]]] = []
         """(last step, objects that are kept) of faults of the garbage collector."""
@@ -182,6 +191,12 @@ class Injector:
                 run_processes.suspend(run_processes.find(process, fault.fault), seconds)
             case faults.NoDescriptors(seconds=lasting):
                 self._lasting = _open_all(lasting)
+            case faults.NoProcesses(seconds=lasting):
+                self._lasting = host_pressure.no_processes(lasting)
+            case faults.SlowNetwork(seconds=lasting, bytes_per_s=rate):
+                links.slow(lasting, rate)
+            case faults.OneWayCut(seconds=lasting):
+                links.deaf(lasting)
             case faults.ClockJump(seconds=ahead):
                 _jump(ahead)
             case faults.BadNumber() | faults.LossSpike():
@@ -192,6 +207,8 @@ class Injector:
                 self._slow.append((fault.step + steps - 1, slow))
             case faults.DamageCheckpoint():
                 self._damage(fault)
+            case faults.DamageCopy():
+                self._damage_copy()
             case faults.StorageFault():
                 self._ill.catch(fault)
             case _ if fault.by == "driver":
@@ -254,6 +271,24 @@ class Injector:
             case "flipped" | "manifest":
                 data[half] ^= 1
         storage.write(name, bytes(data))
+
+    def _damage_copy(self) -> None:
+        name = f"shard-{self._rank.rank:05d}-of-{self._rank.world_size:05d}-*.bin"
+        deadline = time.monotonic() + _WAIT_S
+        found: list[Path] = []
+        # A rank has two slots: with two copies none is being made, which would have a hash of the changed bytes.
+        while self._memory is not None and len(found) < _SLOTS and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            found = [file for file in memory_layout.files(Path(self._memory, CHECKPOINTS)) if file.match(name)]
+        if len(found) < _SLOTS:
+            raise InjectedError(
+                f"damage_copy: step: there are {len(found)} copies of this rank in memory, not {_SLOTS}; give a later step"
+            )
+        for path in found:
+            with path.open("r+b") as file:
+                first = file.read(1)
+                file.seek(0)
+                file.write(bytes(byte ^ 1 for byte in first))
 
     def _await_driver(self, fault: Fault, note: str) -> None:
         """Waits until the driver, which reads the note, has injected the fault, so that it happens in this step."""

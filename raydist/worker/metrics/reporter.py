@@ -5,6 +5,7 @@ Runs in: rank 0's worker. Imports neither ray nor storage: it gets two callables
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -17,7 +18,12 @@ Push = Callable[[list[dict[str, Any]], list[dict[str, Any]]], Mapping[str, Any] 
 """(records, events) -> the reply of `RunMonitor.push`. If it raises, the same data is sent again."""
 
 INTERVAL_S = 1.0
+FLUSH_S = 5.0
 CAPACITY = 100_000
+UNSENT = "unsent"
+"""The key in a checkpoint's plain state."""
+UNSENT_RECORDS, UNSENT_EVENTS = 10_000, 1000
+"""The most that a checkpoint contains: 3 MB."""
 FIGURES = 4
 """Most large events (records.EXPORTED_ONLY) that are buffered. They are sent once, and not repeated after an error."""
 
@@ -30,6 +36,8 @@ class Reporter:
         self._records: deque[dict[str, Any]] = deque(maxlen=CAPACITY)
         self._events: deque[dict[str, Any]] = deque(maxlen=CAPACITY)
         self._figures: deque[dict[str, Any]] = deque(maxlen=FIGURES)
+        self._sent: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []
+        """Records and events of a push that was not answered yet."""
         self._wake = threading.Event()
         self._closed = False
         self._sending = threading.Lock()
@@ -56,8 +64,8 @@ class Reporter:
         """`event`, with the current time."""
         self.event(Event(kind, time.time(), data))
 
-    def flush(self, timeout_s: float = 5.0) -> bool:
-        """Sends everything and waits until it is durable; False if the monitor does not answer in that time.
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Sends everything and waits until it is durable; False if the monitor does not answer in that time (None: FLUSH_S).
 
         For background threads and the end of a run: a lost monitor must not delay training.
         """
@@ -72,12 +80,28 @@ class Reporter:
                 done.set()
 
         threading.Thread(target=send, name="raydist-flush", daemon=True).start()
-        return done.wait(timeout_s)
+        return done.wait(FLUSH_S if timeout_s is None else timeout_s)
 
-    def require_flush(self, timeout_s: float = 5.0) -> None:
+    def require_flush(self) -> None:
         """`flush`. Raises TimeoutError if it gives False."""
-        if not self.flush(timeout_s):
-            raise TimeoutError(f"the run's monitor does not answer in {timeout_s:g} s")
+        if not self.flush():
+            raise TimeoutError(f"the run's monitor does not answer in {FLUSH_S:g} s")
+
+    def before_commit(self, step: int) -> dict[str, Any]:
+        """Flushes. What a checkpoint of `step` must contain so that the records of the steps before it are not lost with this
+        process: nothing; or, if the monitor does not answer, {UNSENT: what it has not received}.
+        """
+        if self.flush():
+            return {}
+        records, events = ([*sent, *left] for sent, left in zip(self._sent, (self._records, self._events), strict=True))
+        records = [record for record in records if record["step"] <= step][-UNSENT_RECORDS:]
+        events = json.loads(json.dumps(events[-UNSENT_EVENTS:], default=str))  # plain, as in the log
+        return {UNSENT: {"records": records, "events": events}} if records or events else {}
+
+    def resend(self, unsent: Mapping[str, Any], attempt: int) -> None:
+        """Sends what an earlier attempt could not, from the checkpoint that this one resumes from, as records of this attempt."""
+        self._records.extend({**record, "attempt": attempt} for record in unsent["records"])
+        self._events.extend(unsent["events"])
 
     def close(self) -> None:
         """Sends the rest and stops the thread."""
@@ -94,7 +118,7 @@ class Reporter:
 
     def _send(self) -> bool:
         with self._sending:
-            records, events = _take(self._records), _take(self._events)
+            self._sent = records, events = _take(self._records), _take(self._events)
             try:
                 answer = self._push(records, events + _take(self._figures)) or {}
             except Exception:
@@ -102,6 +126,8 @@ class Reporter:
                 _restore(self._records, records)
                 _restore(self._events, events)
                 return False
+            finally:
+                self._sent = [], []
             self.command = answer.get("command") or self.command
             self.traces = answer.get("traces", ())
             return True

@@ -79,30 +79,15 @@ class Options(SparseOptions):
 VARIANTS = {
     "v3": {
         "tie_embeddings": False,
-        "options": {
-            "q_lora_rank": 12,
-            "n_group": 4,
-            "topk_group": 2,
-            "moe_intermediate_size": 12,
-            "routed_scaling_factor": 2.5,
-            "balance_loss": 0.1,
-            "num_nextn_predict_layers": 2,
-        },
+        "options": {"q_lora_rank": 12, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 12, "routed_scaling_factor": 2.5,
+                    "balance_loss": 0.1, "num_nextn_predict_layers": 2},
     },
     "v2": {
         "tie_embeddings": False,
-        "options": {
-            "v_head_dim": 6,
-            "n_routed_experts": 6,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 9,
-            "topk_method": "group_limited_greedy",
-            "n_group": 3,
-            "topk_group": 1,
-            "first_k_dense_replace": 0,
-        },
+        "options": {"v_head_dim": 6, "n_routed_experts": 6, "n_shared_experts": 2, "moe_intermediate_size": 9,
+                    "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1, "first_k_dense_replace": 0},
     },
-}
+}  # fmt: skip
 """Fields of `model` that the contract's tests run, besides the defaults."""
 
 check_tensor = check_ranks

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from raydist.spec import CommSpec
+from raydist.worker.comm.groups import another
 from raydist.worker.comm.tree import Node, Tree
 from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
 
@@ -45,8 +46,7 @@ def ring_of(comm: CommSpec, group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group
     own = set(dist.get_process_group_ranks(group))
     order = [rank for rank in comm.ring if rank in own]
-    made: dist.ProcessGroup = dist.new_group(order, use_local_synchronization=True, sort_ranks=False)
-    return made
+    return another(order, ordered=True)
 
 
 def all_reduce_of(
@@ -66,8 +66,8 @@ def all_reduce_of(
         return None
     own = next(team for team in found if me in team)
     place = own.index(me)
-    within = dist.new_group(own, use_local_synchronization=True)
-    across = dist.new_group([team[place] for team in found], use_local_synchronization=True)
+    within = another(own)
+    across = another([team[place] for team in found])
     return TreeAllReduce(Tree(len(own)), _one_each(len(own)), within, device, across=across)
 
 

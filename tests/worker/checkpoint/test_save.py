@@ -144,13 +144,21 @@ def test_a_copy_that_fails_fails_the_save_only(kit: Any, tmp_path: Path, monkeyp
 
 
 def test_before_commit_comes_first(kit: Any, tmp_path: Path) -> None:
-    """It is called when the shards exist and the manifest does not; an exception in it fails the save."""
+    """It is called when the shards exist and the manifest does not; an exception in it fails the save. What
+    it gives is in the manifest."""
     seen: list[Any] = []
-    one = kit.OneRank(tmp_path, before_commit=lambda: seen.append((len(shard_bytes(tmp_path, 1)), one.run.committed())))
-    one.save(1)
-    assert seen == [(1, [])]
 
-    def refuse() -> None:
+    def before(step: int) -> dict[str, Any]:
+        seen.append((step, len(shard_bytes(tmp_path, 1)), one.run.committed()))
+        return {"more": [step]}
+
+    one = kit.OneRank(tmp_path, before_commit=before)
+    one.save(1)
+    assert seen == [(1, 1, [])]
+    found = manifest.read(one.run, 1)
+    assert found.plain["more"] == [1]
+
+    def refuse(step: int) -> None:
         raise RuntimeError("metrics are not durable")
 
     other = kit.OneRank(tmp_path / "other", before_commit=refuse)

@@ -16,13 +16,15 @@ from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.data.prepare import prepare
 from raydist.run.directory import RunDir, begin_attempt
-from raydist.spec import JobSpec
+from raydist.spec import CommSpec, JobSpec
 from raydist.worker.attempt import Job, MonitorChannel
 from raydist.worker.comm.buckets import choose
 from raydist.worker.comm.buckets.measure import Passes, all_reduce_line, passes
 from raydist.worker.comm.buckets.model import MIB, AlphaBeta, Arrival, buckets, exposed, fit, suggest
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
+from raydist.worker.mesh import Mesh
+from raydist.worker.parallel.ddp import Strategy
 from raydist.worker.step import loss_sum
 from tests.training import VOCAB, job, run, samples
 
@@ -177,6 +179,27 @@ def test_buckets_are_ddps(ranks: Any, bucket_mb: float | None) -> None:
     for ours, ddps in run(ranks, seen, 2, bucket_mb):
         assert ours == ddps
         assert len(ours) > 1
+
+
+def opened(rank: Rank, ways: list[dict[str, Any]]) -> list[int]:
+    """The number of torch's groups after a trial of each of these, and after the run's own strategy of the last one."""
+    counts = []
+    for comm in ways:
+        spec = wide().model_copy(update={"comm": CommSpec.model_validate(comm)})
+        passes(spec, rank, 0.25, build, example)
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    Strategy(spec, Mesh(rank)).wrap(build(), example)
+    again = Strategy(spec, Mesh(rank))
+    again.wrap(build(), example)
+    return [*counts, len(dist.distributed_c10d._world.pg_map)]
+
+
+def test_trials_use_their_groups_again(ranks: Any) -> None:
+    """int8 takes two groups on gloo and `direct` one: later trials open none, and neither does the run. Only a second strategy
+    beside it does, whose messages must not meet those of the first."""
+    for counts in run(ranks, opened, 2, [{}, {"compress": "int8"}, {"topology": "direct"}, {"compress": "int8"}]):
+        start = counts[0]
+        assert counts == [start, start + 2, start + 2, start + 2, start + 4]
 
 
 def line_of(rank: Rank) -> AlphaBeta:

@@ -16,6 +16,7 @@ from torch import nn
 
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms
+from raydist.worker.comm import groups
 from raydist.worker.comm.buckets.model import AlphaBeta, Arrival, fit
 from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
@@ -79,8 +80,15 @@ def passes(
     spec: JobSpec, rank: Rank, bucket_mb: float | None, build: Callable[[], nn.Module], example: Example
 ) -> Passes:
     """Runs passes on a separate model, which is then dropped. Of the run's state it changes only the random generators, which the
-    loop seeds before it builds its model, and again before the first step.
+    loop seeds before it builds its model, and again before the first step. Groups that it makes are used again.
     """
+    with groups.lent():
+        return _passes(spec, rank, bucket_mb, build, example)
+
+
+def _passes(
+    spec: JobSpec, rank: Rank, bucket_mb: float | None, build: Callable[[], nn.Module], example: Example
+) -> Passes:
     parallel = spec.parallel.model_copy(update={"bucket_mb": bucket_mb})
     strategy = Strategy(spec.model_copy(update={"parallel": parallel}), Mesh(rank))
     model = build()

@@ -33,6 +33,7 @@ from raydist.worker.comm.compression import piece as pieces
 from raydist.worker.comm.compression.lane import Lane
 from raydist.worker.comm.compression.piece import Piece
 from raydist.worker.comm.compressors import Rows, Sums
+from raydist.worker.comm.groups import another
 from raydist.worker.metrics import collective_counters
 
 
@@ -84,8 +85,8 @@ class Reducer:
         on_cuda = device.type == "cuda" and aside
         stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
         self._lanes = [Lane(f"compress-{name}", stream, aside) for name in ("encode", "add", "decode")]
-        first = _another(self.ranks)
-        self._groups = [first, _another(self.ranks) if gloo_p2p.direct(group) else first]
+        first = another(self.ranks)
+        self._groups = [first, another(self.ranks) if gloo_p2p.direct(group) else first]
 
     def flat(self, shapes: Mapping[str, torch.Size]) -> Piece:
         """A piece for `all_reduce`: whole parameters, one after another."""
@@ -305,12 +306,6 @@ class _Call:
         values = piece.buffer("result", (owner.world, piece.size), owner.device)
         compressor.decode(gathered, values)
         self._finish(piece.body(values))
-
-
-def _another(ranks: list[int]) -> dist.ProcessGroup:
-    """A new group, which its members alone create."""
-    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return made
 
 
 def reducers_of(strategy: object) -> list[Reducer]:

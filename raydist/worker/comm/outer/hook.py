@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.profiler import record_function
@@ -23,6 +22,7 @@ from raydist.spec import CommSpec
 from raydist.worker.comm import compressors
 from raydist.worker.comm.compression.lane import Lane
 from raydist.worker.comm.compressors import Rows
+from raydist.worker.comm.groups import another
 from raydist.worker.comm.outer.fragment import Fragment
 from raydist.worker.comm.outer.schedule import Schedule
 from raydist.worker.mesh import Mesh
@@ -51,9 +51,7 @@ class Outer(StepHook):
         self._spec, self.mesh = spec, mesh
         self.schedule = Schedule.of(spec, total)
         _refuse(spec, shards)
-        group: dist.ProcessGroup | None = None
-        if mesh.copies > 1:
-            group = dist.new_group(mesh.others, use_local_synchronization=True)
+        group = another(mesh.others) if mesh.copies > 1 else None
         compressor = compressors.build(spec.compress, spec.options) if spec.rounds else None
         assert compressor is None or isinstance(compressor, Rows)
         cut = cut_evenly([shard.local.numel() for shard in shards.values()], spec.fragments)

@@ -1,0 +1,67 @@
+"""Further groups of ranks, which their members alone create. Those of a trial are used again by later trials and by the run.
+
+Runs in: each train worker. Torch, never ray.
+
+A group of a trial is kept rather than destroyed: torch derives the name of a group from its ranks and the number of open groups
+(2.13), so that one made after another was destroyed would have its name, and find its addresses in the store. With NCCL each
+group also holds GPU memory, which a second trial of the same ranks would take once more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+Key = tuple[int, ...]
+"""The world ranks of a group, in its order."""
+
+
+class _Groups:
+    """Of one default group. `free`: those that another call may have, the first one first. `lent`: those of the present trial."""
+
+    def __init__(self) -> None:
+        self.free: defaultdict[Key, list[dist.ProcessGroup]] = defaultdict(list)
+        self.lent: list[tuple[Key, dist.ProcessGroup]] | None = None
+
+
+_known: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
+
+
+def another(ranks: Sequence[int], ordered: bool = False) -> dist.ProcessGroup:
+    """A group of these world ranks that nobody else uses. A collective of these ranks. `ordered`: in this order, not sorted; from
+    torch 2.12."""
+    of = _of_world()
+    key = (*ranks,) if ordered else (*sorted(ranks),)
+    if of.free[key]:
+        made = of.free[key].pop(0)
+    elif ordered:
+        made = dist.new_group(list(key), use_local_synchronization=True, sort_ranks=False)
+    else:
+        made = dist.new_group(list(key), use_local_synchronization=True)
+    if of.lent is not None:
+        of.lent.append((key, made))
+    return made
+
+
+@contextmanager
+def lent() -> Iterator[None]:
+    """Groups made in the block are free for `another` after it. Every rank; all must have finished what they send over them."""
+    of = _of_world()
+    assert of.lent is None, "no trial within a trial"
+    of.lent = []
+    try:
+        yield
+        for key, group in of.lent:
+            of.free[key].append(group)
+    finally:
+        of.lent = None
+
+
+def _of_world() -> _Groups:
+    world = dist.group.WORLD
+    assert world is not None, "the process group exists"
+    return _known.setdefault(world, _Groups())

@@ -1,0 +1,214 @@
+"""The passes of micro-batches through the stages of one rank, and the transfers between stages.
+
+Runs in: each train worker. Torch, never ray. The order of the passes is in worker/pipeline_schedule.py. A receive starts one action
+before its use, so it overlaps with a computation; no action waits for a send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from raydist.data.batches import MicroBatch
+from raydist.worker.parallel import ParallelStrategy, Work
+from raydist.worker.parts import Parts
+from raydist.worker.pipeline_schedule import Action
+
+Entry = tuple[tuple[int, ...], torch.dtype]
+"""What passes between two stages: its shape without the micro-batch's size, and its dtype."""
+
+
+@dataclass(slots=True)
+class Stage:
+    """One stage on this rank. `number`: of all stages. `entry`, `exit`: its input and its output, once `wrap` has found them, for
+    sequences of `time` tokens of this rank."""
+
+    number: int
+    module: nn.Module
+    strategy: ParallelStrategy
+    entry: Entry | None = None
+    exit: Entry | None = None
+    time: int = 0
+
+    def passed(self, kind: str, tokens: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what arrives for a forward or a backward pass of these tokens.
+
+        Where sequences have another length than the example's, the first dimension after the micro-batch is that of the sequence.
+        """
+        passes_on = self.entry if kind == "forward" else self.exit
+        assert passes_on is not None, "wrap has run the example"
+        shape, dtype = passes_on
+        if tokens.shape[1:] and tokens.shape[1] != self.time:
+            shape = (shape[0] * tokens.shape[1] // self.time, *shape[1:])
+        return (len(tokens), *shape), dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How the stages of a replica reach each other: stage s is on the world rank `peers[s % len(peers)]`. `ways`: the groups of
+    transfers. `stages`: of the whole model."""
+
+    peers: Sequence[int]
+    ways: Sequence[dist.ProcessGroup]
+    stages: int
+
+    def is_last(self, stage: Stage) -> bool:
+        """Whether it computes the loss."""
+        return stage.number == self.stages - 1
+
+    def peer(self, number: int) -> int:
+        """The world rank of a stage."""
+        return self.peers[number % len(self.peers)]
+
+    def way(self, kind: str, source: int, target: int) -> dict[str, Any]:
+        """Group and tag for a transfer between two stages. What a rank sends and what it receives never have the same: neither has
+        to wait for the other."""
+        size = len(self.peers)
+        wraps = (source < target) != (source % size < target % size)
+        tag = (kind == "backward") + 2 * (source % 2) + 4 * wraps
+        return {"group": self.ways[tag % len(self.ways)], "tag": tag}
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Between the forward and the backward pass of a micro-batch in a stage: its input; its loss, or the output's place in the
+    graph."""
+
+    entered: Tensor | None
+    made: Tensor | GradientEdge
+
+
+class BoundStage:
+    """A stage with its input. It is called with the arguments of the whole model, and otherwise has what the stage has."""
+
+    def __init__(self, module: nn.Module, hidden: Tensor | None) -> None:
+        self._module, self._hidden = module, hidden
+        self.out: Any = None
+        self.time = 0
+
+    def __call__(self, tokens: Tensor, **more: Any) -> Tensor:
+        self.time = tokens.shape[1] if tokens.ndim > 1 else 0
+        if self._hidden is None:
+            self.out = self._module(tokens, **more)
+        elif isinstance(self._module, nn.Sequential):
+            self.out = self._module(self._hidden, **more)
+        else:
+            self.out = self._module(tokens, hidden=self._hidden, **more)
+        made: Tensor = self.out
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+@dataclass(slots=True)
+class Passes:
+    """One series of passes over the stages of this rank. `most_sends`: transfers that may be under way. `most_kept`: the most
+    micro-batches that were between their passes."""
+
+    stages: Sequence[Stage]
+    links: Links
+    parts: Parts | None
+    device: torch.device
+    most_sends: int
+    order: list[Action]
+    micro_batches: Sequence[MicroBatch]
+    work: Work
+    most_kept: int = 0
+    _kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    _received: dict[Action, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
+    _sent: dict[Action, tuple[dist.Work, Tensor]] = field(default_factory=dict)
+    """Transfers that may not have ended. gloo's cannot be asked."""
+
+    def __call__(self) -> None:
+        last_of = {action.index: at for at, action in enumerate(self.order)}
+        contexts: dict[int, ExitStack] = {}
+        with ExitStack() as every:
+            for at, action in enumerate(self.order):
+                if action.index not in contexts:
+                    contexts[action.index] = every.enter_context(ExitStack())
+                    contexts[action.index].enter_context(self.work.around(action.index))
+                self._receive(action)
+                if at + 1 < len(self.order):
+                    self._receive(self.order[at + 1])
+                if action.kind == "forward":
+                    self._forward(action)
+                else:
+                    self._backward(action)
+                if last_of[action.index] == at:
+                    contexts[action.index].close()
+        for transfer, _ in self._sent.values():
+            transfer.wait()
+
+    def _forward(self, action: Action) -> None:
+        stage = self.stages[action.chunk]
+        batch = self.micro_batches[action.index]
+        entered = self._arrived(action)
+        if self.work.trains:
+            if entered is not None:
+                entered.requires_grad_()
+        elif self.parts is not None:
+            self.parts.enter(action.index, len(self.micro_batches))
+        last = self.links.is_last(stage)
+        bound = cast(nn.Module, BoundStage(stage.module, entered))
+        made = self.work.forward(bound, action.index, batch, part=not last)
+        if not last:
+            self._send(action, made.detach(), stage.number + 1)
+        if self.work.trains:
+            # Of an output only its place in the graph is kept: its memory is free once it is sent.
+            self._kept[action.chunk, action.index] = _Kept(entered, made if last else get_gradient_edge(made))
+            self.most_kept = max(self.most_kept, len(self._kept))
+
+    def _backward(self, action: Action) -> None:
+        stage = self.stages[action.chunk]
+        grad = self._arrived(action)
+        if grad is not None and (sent := self._sent.pop(Action("forward", action.chunk, action.index), None)):
+            sent[0].wait()  # has ended: the next stage has used it
+        kept = self._kept.pop((action.chunk, action.index))
+        if self.parts is not None:  # gradients and losses are added in backward passes
+            self.parts.enter(action.index, len(self.micro_batches))
+        with stage.strategy.accumulate(last=action.index == len(self.micro_batches) - 1):
+            self.work.backward(action.index, kept.made, grad)
+        if kept.entered is not None:
+            assert kept.entered.grad is not None
+            self._send(action, kept.entered.grad, stage.number - 1)
+
+    def _receive(self, action: Action) -> None:
+        """Starts to receive what an action needs, if it needs something and has not started."""
+        stage = self.stages[action.chunk]
+        source = stage.number - 1 if action.kind == "forward" else stage.number + 1
+        if action in self._received or source < 0 or (action.kind == "backward" and self.links.is_last(stage)):
+            return
+        shape, dtype = stage.passed(action.kind, self.micro_batches[action.index].tokens)
+        into = torch.empty(shape, dtype=dtype, device=self.device)
+        way = self.links.way(action.kind, source, stage.number)
+        started = dist.irecv(into, self.links.peer(source), **way) if into.numel() else None
+        self._received[action] = into, started
+
+    def _arrived(self, action: Action) -> Tensor | None:
+        if action not in self._received:
+            return None
+        into, started = self._received.pop(action)
+        if started is not None:
+            started.wait()
+        return into
+
+    def _send(self, action: Action, tensor: Tensor, target: int) -> None:
+        """Starts to send the result of an action to a stage."""
+        if not tensor.numel():
+            return
+        tensor, source = tensor.contiguous(), self.stages[action.chunk].number
+        way = self.links.way(action.kind, source, target)
+        transfer = dist.isend(tensor, self.links.peer(target), **way)
+        assert transfer is not None
+        self._sent[action] = transfer, tensor
+        if len(self._sent) > self.most_sends:
+            oldest = next(iter(self._sent))
+            self._sent.pop(oldest)[0].wait()
