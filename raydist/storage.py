@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
 _TEMPORARY = ".tmp-"
+_SILLY_RENAMED = re.compile(r"\.nfs[0-9a-f]{24}")
+"""A deleted file that a process of this host still has open, on NFS. It is gone when that process closes it, and deleting it is an
+error (EBUSY)."""
 _LIST_TRIES = 10
 MOST_READ = 1 << 30
 """Bytes of a file that `read` reads at once; tensors and tokens are read in pieces."""
@@ -314,6 +318,8 @@ class Storage:
                 if not isinstance(error, FileNotFoundError) or tries == _LIST_TRIES - 1:
                     raise self._failed("list", folder, error) from error
         for info in sorted(infos, key=lambda i: i.path):
+            if _SILLY_RENAMED.fullmatch(info.base_name):
+                continue
             if unfinished or not info.base_name.startswith(_TEMPORARY):
                 yield str(PurePosixPath(info.path).relative_to(self.root)), info
 
