@@ -1,4 +1,4 @@
-"""Measures what each rank's device and each link does, for `raydist check`: a few seconds, whatever the number of nodes.
+"""Measures what each rank's device and each link does, for `raydist check`: some seconds, and about one more for each further node.
 
 Runs in: every rank, together. Torch, never ray.
 """

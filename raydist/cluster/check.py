@@ -1,6 +1,6 @@
 """`raydist check`: what every node has and does, and which are slow against the others. Needs no job.
 
-Runs in: the driver. Imports ray in functions only; never torch. `table` and `slow` are pure.
+Runs in: the driver. Imports ray in functions only; never torch. `everywhere`, `table` and `slow` are pure.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from raydist.cluster.session import Session
 from raydist.errors import PreflightError
 from raydist.report.check import RATES
 from raydist.spec import JobSpec
+from raydist.spec.parallel import ParallelSpec
 
 if TYPE_CHECKING:
     from raydist.cluster.bench import Interrupted
@@ -29,17 +30,7 @@ def run(job: JobSpec, session: Session, storage: str, share: float = SLOW) -> di
     from raydist.cluster import bench, node_facts
 
     has = preflight.check(job, session, storage, None, measure=True)
-    there = [node["Resources"] for node in preflight.usable_nodes(job, session)]
-    gpus = job.cluster.gpus_per_worker != 0 and any(node.get("GPU") for node in there)
-    if gpus:
-        each = {"workers": nodes.places(there, {"GPU": 1.0}), "cpus_per_worker": 0.01, "gpus_per_worker": 1.0}
-    else:
-        each = {
-            "workers": sum(node.get("CPU", 0.0) >= 1 for node in there),
-            "cpus_per_worker": 1.0,
-            "gpus_per_worker": 0.0,
-        }
-    asked = job.model_copy(update={"cluster": job.cluster.model_copy(update={**each, "spares": 0})})
+    asked = everywhere(job, [node["Resources"] for node in preflight.usable_nodes(job, session)])
     result = bench.run("raydist.bench.node:in_ranks", {"threads": 1}, asked, session, spread=True)
     if isinstance(result, bench.Interrupted):
         return result
@@ -51,6 +42,18 @@ def run(job: JobSpec, session: Session, storage: str, share: float = SLOW) -> di
         "differs": node_facts.odd({node["node"]: node for node in found}),
         "slow": slow(found, share),
     }
+
+
+def everywhere(job: JobSpec, there: Sequence[Mapping[str, float]]) -> JobSpec:
+    """The job with a rank for each GPU of these nodes, or for each node without GPUs, whatever its mesh. Pure."""
+    gpus = job.cluster.gpus_per_worker != 0 and any(node.get("GPU") for node in there)
+    if gpus:
+        each = {"workers": nodes.places(there, {"GPU": 1.0}), "cpus_per_worker": 0.01, "gpus_per_worker": 1.0}
+    else:
+        ranks = sum(node.get("CPU", 0.0) >= 1 for node in there)
+        each = {"workers": ranks, "cpus_per_worker": 1.0, "gpus_per_worker": 0.0}
+    cluster = job.cluster.model_copy(update={**each, "spares": 0})
+    return job.model_copy(update={"cluster": cluster, "parallel": ParallelSpec()})
 
 
 def table(has: Mapping[str, Mapping[str, Any]], measured: Mapping[str, Any]) -> list[dict[str, Any]]:

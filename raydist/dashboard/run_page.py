@@ -133,8 +133,8 @@ def _now(now: Mapping[str, Any]) -> list[Markup] | Markup:
             [row["host"], tag("b", " the others wait for it", class_="fair") if row["slowest"] else None],
             "-" if row["step"] is None else f"{row['step']:,}",
             "-" if row["memory_bytes"] is None else text.size(row["memory_bytes"]),
-            *(_percent(row[name]) for name in ("memory_used", "compute", "exposed", "data", "gpu_util")),
-            *(_speed(nodes.get(row["node"], {}).get(f"nic_{way}_bytes_per_second")) for way in ("in", "out")),
+            *(text.percent(row[name]) for name in ("memory_used", "compute", "exposed", "data", "gpu_util")),
+            *(text.speed(nodes.get(row["node"], {}).get(f"nic_{way}_bytes_per_second")) for way in ("in", "out")),
         )
         for row in sorted(few, key=lambda row: row["rank"])
     ]
@@ -197,11 +197,3 @@ def _change(seen: Seen, others: Mapping[str, Other]) -> list[Markup]:
 
 def _files() -> Markup:
     return tag("p", tag("a", "steps.csv", href="?download=steps.csv"), ": one row per step, with all columns.")
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
-
-
-def _speed(rate: float | None) -> str:
-    return "-" if rate is None else f"{text.size(rate)}/s"

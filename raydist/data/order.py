@@ -57,34 +57,25 @@ class Permutation:
 
     def __call__(self, positions: npt.ArrayLike) -> IntArray:
         """Positions in the order -> sample ids; int64, any shape. Raises IndexError outside [0, n)."""
-        x = self._checked(positions)
-        return x if x.size == 0 else self._table[x] if self._table is not None else self._walk(x, inverse=False)
-
-    def inverse(self, ids: npt.ArrayLike) -> IntArray:
-        """Sample ids -> their positions in the order. Raises IndexError outside [0, n)."""
-        x = self._checked(ids)
-        if x.size == 0 or self._table is None:
-            return x if x.size == 0 else self._walk(x, inverse=True)
-        return np.argsort(self._table, kind="stable").astype(np.int64)[x]
-
-    def _checked(self, values: npt.ArrayLike) -> IntArray:
-        x = np.asarray(values, dtype=np.int64)
-        if x.size and (int(x.min()) < 0 or int(x.max()) >= self.n):
+        x = np.asarray(positions, dtype=np.int64)
+        if x.size == 0:
+            return x
+        if int(x.min()) < 0 or int(x.max()) >= self.n:
             raise IndexError(f"[{x.min()}, {x.max()}] is not within [0, {self.n})")
-        return x
+        return self._table[x] if self._table is not None else self._walk(x)
 
-    def _walk(self, values: IntArray, *, inverse: bool) -> IntArray:
-        x = self._network(values.reshape(-1).astype(np.uint64), inverse)
+    def _walk(self, values: IntArray) -> IntArray:
+        x = self._network(values.reshape(-1).astype(np.uint64))
         outside = np.flatnonzero(x >= _U(self.n))
         while outside.size:
-            x[outside] = self._network(x[outside], inverse)
+            x[outside] = self._network(x[outside])
             outside = outside[x[outside] >= _U(self.n)]
         return x.astype(np.int64).reshape(values.shape)
 
-    def _network(self, x: _Words, inverse: bool) -> _Words:
+    def _network(self, x: _Words) -> _Words:
         """One pass: alternating rounds, each of which changes one half by a keyed hash of the other half."""
         halves = [x & self._masks[0], x >> self._low_bits]
-        for i in range(_ROUNDS - 1, -1, -1) if inverse else range(_ROUNDS):
+        for i in range(_ROUNDS):
             changed = i % 2
             halves[changed] = halves[changed] ^ (_mix(halves[1 - changed] + self._keys[i]) & self._masks[changed])
         return halves[0] | (halves[1] << self._low_bits)

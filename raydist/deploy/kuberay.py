@@ -18,36 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from raydist.deploy.kuberay_api import (
-    Api,
-    Auth,
-    Capabilities,
-    Claim,
-    ClusterSpec,
-    ConfigMap,
-    ConfigMapSource,
-    Container,
-    Empty,
-    EnvFrom,
-    Exec,
-    Handler,
-    Head,
-    HostPath,
-    Lifecycle,
-    Meta,
-    Mount,
-    Pod,
-    PodSecurity,
-    PodSpec,
-    RayJob,
-    RayJobSpec,
-    Reference,
-    Resources,
-    Security,
-    Toleration,
-    Volume,
-    Workers,
-)
+from raydist.deploy import kuberay_api as api
 from raydist.deploy.nodes import Nodes
 from raydist.errors import UsageError
 from raydist.run.status import LOST_AFTER_S
@@ -99,7 +70,7 @@ def manifests(job: JobSpec, run: str, wishes: Wishes) -> str:
 
 def _manifests(job: JobSpec, run: str, wishes: Wishes) -> str:
     nodes, name = Nodes.of(job), _REFUSED.sub("-", run.lower()).strip("-")[:40].strip("-")
-    meta = Meta(name=name, namespace=wishes.namespace)
+    meta = api.Meta(name=name, namespace=wishes.namespace)
     command = ["python", "-m", "raydist", "train", JOB, "--name", run, "--storage", wishes.storage, "--address", "auto"]
     # Of a driver on a lost head only the lease is left.
     command += ["--wait-for-driver", f"{2 * LOST_AFTER_S:g}"]
@@ -113,20 +84,20 @@ def _manifests(job: JobSpec, run: str, wishes: Wishes) -> str:
         has["nvidia.com/gpu"] = str(nodes.gpus)
     has |= dict(_pair(text, "--device") for text in wishes.devices)
     labels = job.cluster.resources.labels
-    made = RayJob(
+    made = api.RayJob(
         metadata=meta,
-        spec=RayJobSpec(
+        spec=api.RayJobSpec(
             entrypoint=shlex.join(command),
             backoff_limit=_MOST_RETRIES if job.recovery.max_failures < 0 else job.recovery.max_failures,
-            ray_cluster_spec=ClusterSpec(
+            ray_cluster_spec=api.ClusterSpec(
                 ray_version=version("ray"),
-                auth_options=Auth(secret_name=wishes.token),
+                auth_options=api.Auth(secret_name=wishes.token),
                 # No rank on the head's pod, which has no GPUs and the driver.
-                head_group_spec=Head(
+                head_group_spec=api.Head(
                     ray_start_params={"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"}, template=head
                 ),
                 worker_group_specs=[
-                    Workers(
+                    api.Workers(
                         group_name="workers",
                         replicas=nodes.most,
                         min_replicas=nodes.least,
@@ -139,45 +110,49 @@ def _manifests(job: JobSpec, run: str, wishes: Wishes) -> str:
             ),
         ),
     )
-    files = ConfigMap(metadata=Meta(name=f"{name}-job", namespace=wishes.namespace), data={"job.yaml": stored(job)})
+    files = api.ConfigMap(
+        metadata=api.Meta(name=f"{name}-job", namespace=wishes.namespace), data={"job.yaml": stored(job)}
+    )
     return "---\n".join(_yaml(each) for each in (files, made))
 
 
 def _pod(
     job: JobSpec, name: str, nodes: Nodes, wishes: Wishes, before: list[str], has: Mapping[str, str], *, head: bool
-) -> Pod:
+) -> api.Pod:
     """A pod of the head or of a worker. `before`: its preStop hook. `has`: its resources."""
-    volumes = [Volume(name="job", config_map=ConfigMapSource(name=f"{name}-job"))]
-    mounts = [Mount(name="job", mount_path=JOB.rpartition("/")[0], read_only=True)]
+    volumes = [api.Volume(name="job", config_map=api.ConfigMapSource(name=f"{name}-job"))]
+    mounts = [api.Mount(name="job", mount_path=JOB.rpartition("/")[0], read_only=True)]
     for number, text in enumerate(wishes.claims):
         claim, path = _claim(text)
-        volumes.append(Volume(name=f"claim-{number}", persistent_volume_claim=Claim(claim_name=claim)))
-        mounts.append(Mount(name=f"claim-{number}", mount_path=path))
+        volumes.append(api.Volume(name=f"claim-{number}", persistent_volume_claim=api.Claim(claim_name=claim)))
+        mounts.append(api.Mount(name=f"claim-{number}", mount_path=path))
     if not head:
         size = _gib(nodes.shm_gib) if nodes.shm_gib else None
-        volumes.append(Volume(name="shm", empty_dir=Empty(medium="Memory", size_limit=size)))
-        mounts.append(Mount(name="shm", mount_path="/dev/shm"))
+        volumes.append(api.Volume(name="shm", empty_dir=api.Empty(medium="Memory", size_limit=size)))
+        mounts.append(api.Mount(name="shm", mount_path="/dev/shm"))
         if job.offload.path is not None:
-            volumes.append(Volume(name="nvme", host_path=HostPath(path=job.offload.path, type="DirectoryOrCreate")))
-            mounts.append(Mount(name="nvme", mount_path=job.offload.path))
+            volumes.append(
+                api.Volume(name="nvme", host_path=api.HostPath(path=job.offload.path, type="DirectoryOrCreate"))
+            )
+            mounts.append(api.Mount(name="nvme", mount_path=job.offload.path))
     fast = not head and bool(wishes.devices)
-    container = Container(
+    container = api.Container(
         name="ray-head" if head else "ray-worker",
         image=wishes.image,
-        env_from=[EnvFrom(secret_ref=Reference(name=secret)) for secret in wishes.secrets] or None,
-        resources=Resources(limits=dict(has), requests=dict(has)),
+        env_from=[api.EnvFrom(secret_ref=api.Reference(name=secret)) for secret in wishes.secrets] or None,
+        resources=api.Resources(limits=dict(has), requests=dict(has)),
         volume_mounts=mounts,
-        lifecycle=Lifecycle(pre_stop=Handler(exec=Exec(command=before))),
+        lifecycle=api.Lifecycle(pre_stop=api.Handler(exec=api.Exec(command=before))),
         # RDMA registers memory, which is locked.
-        security_context=Security(capabilities=Capabilities(add=["IPC_LOCK"])) if fast else None,
+        security_context=api.Security(capabilities=api.Capabilities(add=["IPC_LOCK"])) if fast else None,
     )
     annotations = {"k8s.v1.cni.cncf.io/networks": wishes.network} if wishes.network and not head else None
-    return Pod(
-        metadata=Meta(annotations=annotations) if annotations else None,
-        spec=PodSpec(
+    return api.Pod(
+        metadata=api.Meta(annotations=annotations) if annotations else None,
+        spec=api.PodSpec(
             containers=[container],
             volumes=volumes,
-            security_context=PodSecurity(fs_group=_USER) if wishes.claims else None,
+            security_context=api.PodSecurity(fs_group=_USER) if wishes.claims else None,
             node_selector=dict(_pair(text, "--node-selector") for text in wishes.selectors) or None
             if not head
             else None,
@@ -201,14 +176,14 @@ def _pair(text: str, option: str) -> tuple[str, str]:
     return key, value
 
 
-def _toleration(text: str) -> Toleration:
+def _toleration(text: str) -> api.Toleration:
     found = _KEY.fullmatch(text)
     if found is None:
         raise UsageError(
             f"--toleration {text}: is not KEY[=VALUE][:EFFECT]", "write --toleration nvidia.com/gpu:NoSchedule"
         )
     key, value, effect = found.groups()
-    return Toleration.model_validate(
+    return api.Toleration.model_validate(
         {"key": key, "operator": "Exists" if value is None else "Equal", "value": value, "effect": effect}
     )
 
@@ -217,6 +192,6 @@ def _gib(amount: float) -> str:
     return f"{math.ceil(amount)}Gi"
 
 
-def _yaml(made: Api) -> str:
+def _yaml(made: api.Api) -> str:
     plain: dict[str, Any] = made.model_dump(by_alias=True, exclude_none=True)
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

@@ -41,13 +41,6 @@ class EnvFrom(Api):
     secret_ref: Reference
 
 
-class Env(Api):
-    """A variable."""
-
-    name: str
-    value: str
-
-
 class Mount(Api):
     """VolumeMount."""
 
@@ -134,7 +127,6 @@ class Container(Api):
 
     name: DnsLabel
     image: str
-    env: list[Env] | None = None
     env_from: list[EnvFrom] | None = None
     resources: Resources
     volume_mounts: list[Mount]

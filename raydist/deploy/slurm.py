@@ -65,8 +65,11 @@ fi
 exit "$code"
 """
 _OTHERS = """\
-srun --nodes={others} --ntasks={others} --ntasks-per-node=1 --exclude="$head" --overlap \\
-  ray start --address="$address" {ray} --block &
+others=$((SLURM_JOB_NUM_NODES - 1))
+if [ "$others" -gt 0 ]; then
+  srun --nodes="$others" --ntasks="$others" --ntasks-per-node=1 --exclude="$head" --overlap \\
+    ray start --address="$address" {ray} --block &
+fi
 """
 
 
@@ -112,7 +115,7 @@ def script(job: JobSpec, run: str, wishes: Wishes) -> str:
         folder=shlex.quote(str(wishes.folder)),
         bin=shlex.quote(str(wishes.bin)),
         ray=ray,
-        others=_OTHERS.format(others='"$((SLURM_JOB_NUM_NODES - 1))"', ray=ray) if nodes.most > 1 else "",
+        others=_OTHERS.format(ray=ray) if nodes.most > 1 else "",
         train=shlex.join(wishes.train),
         join=_JOIN_S,
         lease=f"{2 * LOST_AFTER_S:g}",

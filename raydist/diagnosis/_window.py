@@ -83,10 +83,6 @@ class Store:
         self.who[key] = row
         return number
 
-    def clear(self) -> None:
-        """Forgets everything."""
-        self.__init__([name for name in self.order])  # type: ignore[misc]
-
     def places(self, ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """[S, len(ends)] the slot of the newest row up to each bin of `ends`, and whether there was one within BINS of the last."""
         count = len(self.keys)

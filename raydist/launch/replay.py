@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from raydist.spec import JobSpec, dump, read_stored
 
 COMPARED = ("loss", "grad_norm", "lr", "tokens", "samples_hash")
 """Of each step's record."""
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +192,28 @@ def _train(job: Path, copy: RunDir, until: int, workers: int, folder: Path) -> N
                 output = stack.enter_context(Path(folder, f"rank{rank}").open("w+"))
                 own = env | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if workers > 1 else {})
                 ranks.append(subprocess.Popen(command, env=own, stdout=output, stderr=output))
-            codes = [rank.wait() for rank in ranks]
+            failed = first_failed(ranks)
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
-    for rank, code in enumerate(codes):
-        if code:
-            last = Path(folder, f"rank{rank}").read_text().strip().splitlines()[-1:]
-            raise TrainingStopped(f"rank {rank} of the replay: {last[0] if last else f'exit code {code}'}", "")
+    if failed is not None:
+        last = Path(folder, f"rank{failed}").read_text().strip().splitlines()[-1:]
+        said = last[0] if last else f"exit code {ranks[failed].returncode}"
+        raise TrainingStopped(f"rank {failed} of the replay: {said}", "")
+
+
+def first_failed(ranks: Sequence[subprocess.Popen[Any]]) -> int | None:
+    """Waits for all ranks, or for the first one that fails, which the others might wait for; its number. None: none has failed."""
+    running = dict(enumerate(ranks))
+    while running:
+        for rank, process in list(running.items()):
+            if process.poll() is not None:
+                del running[rank]
+                if process.returncode:
+                    return rank
+        time.sleep(_LOOK_S)
+    return None
 
 
 def hashes(run: RunDir, step: int) -> dict[str, str]:

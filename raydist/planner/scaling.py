@@ -99,10 +99,9 @@ def point(gpus: int, batch: int, step: Speed, save: Save, assumed: Assumed) -> P
 def curve(points: Iterable[Point]) -> list[Point]:
     """The points with their efficiency, over the speed of a GPU at the first."""
     found = list(points)
-    return [
-        replace(p, efficiency=p.tokens_per_second / p.gpus / (found[0].tokens_per_second / found[0].gpus))
-        for p in found
-    ]
+    first = found[0].tokens_per_second / found[0].gpus if found else 0.0
+    # Failures may leave the fewest GPUs no time to train: more of them have less.
+    return [replace(p, efficiency=p.tokens_per_second / p.gpus / first if first else 0.0) for p in found]
 
 
 def forecast(

@@ -54,6 +54,16 @@ def rate(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
+def percent(share: float | None) -> str:
+    """A share of something, or a dash."""
+    return "-" if share is None else f"{share:.0%}"
+
+
+def speed(bytes_per_second: float | None) -> str:
+    """A bandwidth, or a dash."""
+    return "-" if bytes_per_second is None else f"{size(bytes_per_second)}/s"
+
+
 def figures(snapshot: dict[str, Any], total_steps: int | None) -> dict[str, str]:
     """The live figures of `RunMonitor.snapshot()`, by label, in the order of display. Unknown ones are left out."""
     record = snapshot.get("record") or {}

@@ -88,7 +88,7 @@ def panel(seen: dict[str, Any]) -> RenderableType:
             f"{row['step']}",
             "-" if row["memory_bytes"] is None else text.size(row["memory_bytes"]),
             "" if used is None else "█" * round(used * _BAR) + "░" * (_BAR - round(used * _BAR)),
-            *(_percent(row[name]) for name in ("compute", "exposed", "data", "gpu_util")),
+            *(text.percent(row[name]) for name in ("compute", "exposed", "data", "gpu_util")),
             *(_size(node.get(name)) for name in ("nic_in_bytes_per_second", "nic_out_bytes_per_second")),
             style="yellow" if row["slow"] else "",
         )
@@ -113,7 +113,7 @@ def line(seen: dict[str, Any]) -> str:
     for name in ("exposed", "data"):
         if known:
             worst = max(known, key=lambda row: row[name])
-            parts.append(f"{name} {_percent(worst[name])} (rank {worst['rank']})")
+            parts.append(f"{name} {text.percent(worst[name])} (rank {worst['rank']})")
     parts += [one["what"] for one in seen["findings"]]
     return "  ".join(parts)
 
@@ -201,10 +201,6 @@ def _total(run: RunDir) -> int | None:
         return None if steps is None else int(steps)
     except (FileNotFoundError, KeyError, TypeError, ValueError, yaml.YAMLError):
         return None
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
 
 
 def _size(value: float | None) -> str:

@@ -28,14 +28,7 @@ def _tensor(job: JobSpec) -> None:
     tensor = job.parallel.tensor
     if tensor == 1:
         return
-    check = registry.described("model", job.model.name, "check_tensor")
-    if check is None:
-        raise problem("parallel.tensor", tensor, f"needs a model with rules how it is split; {job.model.name} has none",
-                      "add check_tensor and tensor_rules to the model (docs/reference/models.md), or set 1")  # fmt: skip
-    try:
-        check(job.model, tensor)
-    except SpecValueError as error:  # its field is relative to the model
-        raise problem(f"model.{error.field}", error.value, error.what, error.remedy) from None
+    _ask_model(job, "tensor", ("with rules how it is split", "has none", "check_tensor and tensor_rules"), tensor)
     if job.model.context % tensor:
         raise problem("parallel.tensor", tensor, f"does not divide model.context {job.model.context}",
                       near_divisors(job.model.context, tensor))  # fmt: skip
@@ -53,18 +46,24 @@ def _context(job: JobSpec) -> None:
     context, ranks = parallel.context, parallel.context * parallel.tensor
     if context == 1:
         return
-    check = registry.described("model", job.model.name, "check_context")
-    if check is None:
-        raise problem("parallel.context", context, f"needs a model that shares sequences; {job.model.name} does not say so",
-                      "add check_context to the model (docs/reference/models.md), or set 1")  # fmt: skip
-    try:
-        check(job.model, parallel.tensor, context)
-    except SpecValueError as error:  # its field is relative to the model
-        raise problem(f"model.{error.field}", error.value, error.what, error.remedy) from None
+    _ask_model(job, "context", ("that shares sequences", "does not say so", "check_context"), parallel.tensor, context)
     if job.model.context % ranks:
         times = f"times tensor: {parallel.tensor} " if parallel.tensor > 1 else ""
         raise problem("parallel.context", context, f"{times}does not divide model.context {job.model.context}",
                       f"set model.context to a multiple of {ranks}, or take fewer ranks")  # fmt: skip
+
+
+def _ask_model(job: JobSpec, axis: str, words: tuple[str, str, str], *sizes: int) -> None:
+    """Raises SpecValueError if the model cannot be split so. `words`: what it needs, that it has none, what to add."""
+    needs, lacks, add = words
+    check = registry.described("model", job.model.name, f"check_{axis}")
+    if check is None:
+        raise problem(f"parallel.{axis}", sizes[-1], f"needs a model {needs}; {job.model.name} {lacks}",
+                      f"add {add} to the model (docs/reference/models.md), or set 1")  # fmt: skip
+    try:
+        check(job.model, *sizes)
+    except SpecValueError as error:  # its field is relative to the model
+        raise problem(f"model.{error.field}", error.value, error.what, error.remedy) from None
 
 
 def _pipeline(job: JobSpec) -> None:

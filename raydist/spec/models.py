@@ -16,7 +16,7 @@ from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
 from raydist.spec import comm, mesh, virtual_ranks
 from raydist.spec.comm import CommSpec
 from raydist.spec.parallel import ParallelSpec
-from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, problem
+from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, problem, short_name
 from raydist.spec.running import (
     CheckpointSpec,
     ClusterSpec,
@@ -26,7 +26,6 @@ from raydist.spec.running import (
     OffloadSpec,
     RecoverySpec,
     SpikeSpec,
-    short_name,
 )
 from raydist.spec.training import (
     BatchingSpec,

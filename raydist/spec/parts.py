@@ -35,6 +35,11 @@ class SpecValueError(ValueError):
         self.field, self.value, self.what, self.remedy = field, value, what, remedy
 
 
+def short_name(value: Any) -> Any:
+    """A section that is given as its name alone."""
+    return {"name": value} if isinstance(value, str) else value
+
+
 def problem(field: str, value: Any, what: str, remedy: str) -> SpecValueError:
     """A SpecValueError, for `raise problem(...)` in a validator."""
     return SpecValueError(field, value, what, remedy)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from raydist.spec.parallel import MOST_WORKERS
-from raydist.spec.parts import Extension, Part, PartWithNewFields, problem
+from raydist.spec.parts import Extension, Part, PartWithNewFields, problem, short_name
 from raydist.spec.resources import ResourcesSpec
 
 
@@ -182,11 +182,6 @@ class RecoverySpec(Part):
     def data_patience(self) -> float | None:
         """Seconds that a rank waits for its loader; None: for ever."""
         return self.timeout_s / 6 if self.data_timeout == "auto" else self.data_timeout
-
-
-def short_name(value: Any) -> Any:
-    """A section that is given as its name alone."""
-    return {"name": value} if isinstance(value, str) else value
 
 
 class ExporterSpec(Part):

@@ -12,7 +12,16 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from raydist import registry
 from raydist.errors import UserError
-from raydist.spec.parts import Extension, Part, PartWithNewFields, Tokens, check_spec, near_divisors, problem
+from raydist.spec.parts import (
+    Extension,
+    Part,
+    PartWithNewFields,
+    Tokens,
+    check_spec,
+    near_divisors,
+    problem,
+    short_name,
+)
 
 
 class LoraSpec(Part):
@@ -202,10 +211,6 @@ class DataSpec(PartWithNewFields):
         return self
 
 
-def _short_loss(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
 class LossSpec(Part):
     """The loss."""
 
@@ -250,7 +255,7 @@ class TrainSpec(PartWithNewFields):
         description="Recompute each block's activations in backward instead of keeping them: all of them, or all but those "
         "of matrix products and attention.",
     )
-    loss: Annotated[LossSpec, BeforeValidator(_short_loss)] = Field(
+    loss: Annotated[LossSpec, BeforeValidator(short_name)] = Field(
         default_factory=lambda: LossSpec(), description="The loss, in training and on held-out text."
     )
     check_replicas: int | None = Field(
@@ -286,10 +291,6 @@ class TrainSpec(PartWithNewFields):
             return self.steps
         assert self.epochs is not None
         return max(1, math.ceil(self.epochs * steps_per_epoch))
-
-
-def _short_schedule(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
 
 
 class ScheduleSpec(Part):
@@ -347,7 +348,7 @@ class OptimSpec(PartWithNewFields):
     options: dict[str, Any] = Field(
         default_factory=dict, description="The options of that optimizer; docs/extending.md."
     )
-    schedule: Annotated[ScheduleSpec, BeforeValidator(_short_schedule)] = Field(
+    schedule: Annotated[ScheduleSpec, BeforeValidator(short_name)] = Field(
         default_factory=lambda: ScheduleSpec(), description="The learning rate over the steps."
     )
 

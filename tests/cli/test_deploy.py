@@ -3,6 +3,7 @@ refused before."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,12 @@ def test_slurm(job: Any, tmp_path: Path) -> None:
     assert f"PATH={Path(sys.executable).parent}:" in script
     assert "raydist train job.yaml --set optim.lr=1e-3 --name my_Job.1 " in script
     assert "--labels=pool=a" in script
+    block = "others=" + script.partition("\nothers=")[2].partition("\nfi\n")[0] + "\nfi; wait"
+    for count, said in ((1, ""), (2, "--nodes=1 --ntasks=1 ")):  # of 1-2 nodes; srun refuses --nodes=0
+        shell = f'srun() {{ echo "$@"; }}; SLURM_JOB_NUM_NODES={count} head=a address=b; {block}'
+        done = subprocess.run(["bash", "-euc", shell], text=True, capture_output=True, check=True)
+        assert done.stdout.startswith(said)
+        assert bool(done.stdout) == bool(said)
     with pytest.raises(UserError, match="is not an option of sbatch"):
         deploy("slurm", job(), "--sbatch", "exclusive; rm")
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from raydist.cluster.check import slow, table
+import pytest
+
+from raydist.cluster.check import everywhere, slow, table
+from raydist.cluster.preflight import check_resources
 from raydist.report.check import said, show
+from raydist.spec import parse
 
 
 def rank(node: str, matmul: float) -> dict[str, Any]:
@@ -27,6 +31,21 @@ def test_the_slow_nodes_are_named() -> None:
     assert [(each["node"], each["rate"]) for each in found] == [("c", "matmul"), ("b", "link")]
     assert said(found[0]) == "node c: 300 TFLOP/s of a matrix product, the median is 500"
     assert slow(measured(), 0.05) == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks"),
+    [
+        ([{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0, "GPU": 3.0}, {"CPU": 8.0}], 7),
+        ([{"CPU": 8.0}, {"CPU": 1.0}, {"CPU": 0.0}], 2),
+    ],
+)
+def test_every_node_is_measured_whatever_the_mesh(nodes: list[dict[str, float]], ranks: int) -> None:
+    """A job of 4 workers in a pipeline of 2 tensor groups: a rank for each GPU all the same, or each node, and these fit."""
+    job = {"data": {"source": "x"}, "train": {"steps": 1, "global_batch": 8}, "cluster": {"workers": 4}}
+    asked = everywhere(parse({**job, "parallel": {"pipeline": 2, "tensor": 2}}), nodes)
+    assert asked.cluster.most == ranks
+    assert check_resources(asked, nodes) == []
 
 
 def test_the_text_says_how_to_leave_them_out(capsys: Any) -> None:

@@ -17,24 +17,22 @@ KEYS = st.integers(0, 2**128 - 1)
 @given(n=st.one_of(st.integers(1, 300), st.integers(4_000, 9_000)), key=KEYS)
 @settings(max_examples=80, deadline=None)
 def test_is_a_bijection(n: int, key: int) -> None:
-    """Every id comes exactly once, and the inverse returns its position, for sizes with a table and above."""
+    """Every id comes exactly once, for sizes with a table and above."""
     order = Permutation(n, key)
     ids = order(np.arange(n))
     assert np.array_equal(np.sort(ids), np.arange(n))
-    assert np.array_equal(order.inverse(ids), np.arange(n))
 
 
 @given(n=st.integers(2**13, LARGEST), key=KEYS, data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_large_orders_invert(n: int, key: int, data: st.DataObject) -> None:
-    """For any n up to 2**62, positions map to distinct ids in [0, n), and the inverse maps them back."""
+def test_large_orders_repeat_nothing(n: int, key: int, data: st.DataObject) -> None:
+    """For any n up to 2**62, positions map to distinct ids in [0, n)."""
     positions = np.array(sorted({0, n - 1, *data.draw(st.lists(st.integers(0, n - 1), max_size=20))}))
     ids = Permutation(n, key)(positions)
     assert ids.dtype == np.int64
     assert ids.min() >= 0
     assert ids.max() < n
     assert len(set(ids.tolist())) == len(positions)
-    assert np.array_equal(Permutation(n, key).inverse(ids), positions)
 
 
 def test_values_never_change() -> None:
@@ -67,8 +65,6 @@ def test_rejects_what_is_outside(n: int, outside: int | str) -> None:
     value = n if outside == "n" else int(outside)
     with pytest.raises(IndexError):
         Permutation(n, 0)([0, value])
-    with pytest.raises(IndexError):
-        Permutation(n, 0).inverse([value])
 
 
 @pytest.mark.parametrize("changed", [(18, 0, "f"), (17, 1, "f"), (17, 0, "g")])

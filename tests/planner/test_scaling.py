@@ -53,3 +53,5 @@ def test_shares_add_up_and_batches_refuse() -> None:
     assert weak[-1].efficiency < weak[0].efficiency == 1.0
     assert weak[-1].shares["failures"] > 10 * weak[0].shares["failures"]
     assert weak[-1].interval_s == 900.0
+    hopeless, _ = forecast(job, machine, step, lambda here: Save(1.0), Assumed(mtbf_h=1e-3), weak=False)
+    assert {(point.tokens_per_second, point.efficiency) for point in hopeless} == {(0.0, 0.0)}

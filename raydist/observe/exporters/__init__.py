@@ -31,6 +31,17 @@ from raydist.errors import UserError
 from raydist.run.directory import RunDir
 
 Options = TypeVar("Options", bound=BaseModel)
+OF_STEPS = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "seconds",
+    "data_seconds",
+    "grad_noise_scale",
+    "expert_imbalance",
+    "exchanged_bytes",
+)
+"""Numbers of a step that are curves."""
 
 
 def _nobody(text: str) -> None:

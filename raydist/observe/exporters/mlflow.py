@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import Field
 
 from raydist.errors import UserError
-from raydist.observe.exporters import BaseExporter, Facts, given
+from raydist.observe.exporters import OF_STEPS, BaseExporter, Facts, given
 from raydist.parsing import parse_json
 from raydist.redact import redact
 from raydist.run.directory import RunDir
@@ -26,16 +26,6 @@ from raydist.spec.parts import Part
 
 FILE = "mlflow.json"
 EXPERIMENT = "raydist"
-_TAGS = (
-    "loss",
-    "lr",
-    "grad_norm",
-    "seconds",
-    "data_seconds",
-    "grad_noise_scale",
-    "expert_imbalance",
-    "exchanged_bytes",
-)
 _BATCH = 1000
 """Metrics per request, MLflow's limit. Its limits for params: 100, of 6000 characters."""
 _PARAMS, LENGTH = 100, 6000
@@ -88,7 +78,7 @@ class Exporter(BaseExporter):
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
         """The same curves as in TensorBoard, by step."""
         for row in rows:
-            for tag in _TAGS:
+            for tag in OF_STEPS:
                 if row.get(tag) is not None:
                     self._point(f"train/{tag}", row[tag], row["step"], at)
             if row["seconds"] > 0:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
-from raydist.observe.exporters import BaseExporter, Facts, given
+from raydist.observe.exporters import OF_STEPS, BaseExporter, Facts, given
 from raydist.run.directory import TENSORBOARD, RunDir
 from raydist.spec.parts import Part
 from raydist.storage import opener, refused
@@ -27,16 +27,6 @@ _FILE = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 _ROLL_BYTES = 1 << 20
 _KEPT_FILES = 32
 _UPLOAD_EVERY_S = 15.0
-_TAGS = (
-    "loss",
-    "lr",
-    "grad_norm",
-    "seconds",
-    "data_seconds",
-    "grad_noise_scale",
-    "expert_imbalance",
-    "exchanged_bytes",
-)
 
 
 class Options(Part):
@@ -86,7 +76,7 @@ class Exporter(BaseExporter):
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
         """One point per step on each train curve. `rows`: StepRecords as dicts."""
         for record in rows:
-            values = {f"train/{tag}": record[tag] for tag in _TAGS if record.get(tag) is not None}
+            values = {f"train/{tag}": record[tag] for tag in OF_STEPS if record.get(tag) is not None}
             if record["seconds"] > 0:
                 values["train/tokens_per_second"] = record["tokens"] / record["seconds"]
             self.scalars(record["step"], values, at)

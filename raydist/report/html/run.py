@@ -193,8 +193,8 @@ def _communication(facts: dict[str, Any]) -> Markup | list[Markup]:
             text.size(row["bytes"] / row["count"]),
             text.size(row["bytes"]),
             text.span(row["seconds"]),
-            _speed(row["algbw"]),
-            _speed(row["busbw"]),
+            text.speed(row["algbw"]),
+            text.speed(row["busbw"]),
             text.span(row["exposed_seconds"]),
             _percent(row["exposed_share"]),
             f"rank {row['most_exposed']['rank']}, {text.span(row['most_exposed']['seconds'])}",
@@ -207,10 +207,6 @@ def _communication(facts: dict[str, Any]) -> Markup | list[Markup]:
         "wait for."
     )
     return [tag("p", words), table(columns, cells)]
-
-
-def _speed(bytes_per_second: float | None) -> str:
-    return "-" if bytes_per_second is None else f"{text.size(bytes_per_second)}/s"
 
 
 def _incidents(facts: dict[str, Any]) -> Markup:

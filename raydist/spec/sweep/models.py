@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, create_
 from pydantic.fields import FieldInfo
 
 from raydist import registry
-from raydist.spec.parts import Extension, Part, SpecValueError, problem
+from raydist.spec.parts import Extension, Part, SpecValueError, problem, short_name
 from raydist.spec.validate import options_model
 
 
@@ -218,10 +218,6 @@ class LimitsSpec(Part):
     failures_per_cell: int = Field(2, ge=0, description="How often a cell is tried again before it counts as failed.")
 
 
-def _short(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
 class SweepSpec(Part):
     """Many training jobs that differ in a few fields."""
 
@@ -232,11 +228,11 @@ class SweepSpec(Part):
     )
     base: str = Field(description="The job file from which the cells are made, relative to this one.")
     array: ArraySpec = Field(description="The cells of the sweep.")
-    scheduler: Annotated[SchedulerSpec, BeforeValidator(_short)] = Field(
+    scheduler: Annotated[SchedulerSpec, BeforeValidator(short_name)] = Field(
         default_factory=lambda: SchedulerSpec(),
         description="Which cells are stopped early, or continue from another one's checkpoint. It counts in tokens.",
     )
-    search: Annotated[SearchSpec, BeforeValidator(_short)] = Field(
+    search: Annotated[SearchSpec, BeforeValidator(short_name)] = Field(
         default_factory=lambda: SearchSpec(),
         description="The order of the cells, and whether results decide on the next ones.",
     )

@@ -13,7 +13,6 @@ ranks; the topology is chosen for each number.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -115,9 +114,7 @@ def tried(
         return Chosen(asdict(way), f"{way}: as this run has chosen at another number of ranks", {})
 
     def timed(way: Way) -> Passes:
-        made = passes(way.of(spec), rank, way.bucket_mb, build, example)
-        gc.collect()  # DDP and its module refer to each other: the trial's model would stay in memory
-        return made
+        return passes(way.of(spec), rank, way.bucket_mb, build, example)
 
     first = timed(torchs)
     times = {"no exchange": first.pass_s, str(torchs): first.synced_s}

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-Key = tuple[int, ...]
-"""The world ranks of a group, in its order."""
+Key = tuple[bool, tuple[int, ...]]
+"""Whether its members alone connect, and the world ranks of a group, in its order."""
 
 
 class _Groups:
@@ -31,17 +31,25 @@ class _Groups:
 _known: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
 
 
-def another(ranks: Sequence[int], ordered: bool = False) -> dist.ProcessGroup:
+def another(ranks: Sequence[int], ordered: bool = False, alone: bool = False) -> dist.ProcessGroup:
     """A group of these world ranks that nobody else uses. A collective of these ranks. `ordered`: in this order, not sorted; from
-    torch 2.12."""
+    torch 2.12.
+
+    `alone`: other ranks of the world may make none meanwhile. NCCL else splits the communicator of all ranks, which each of them
+    must call. For collectives only: such a group connects at its first one, and the first of two ranks to send would wait on the
+    host until the other one receives.
+    """
     of = _of_world()
-    key = (*ranks,) if ordered else (*sorted(ranks),)
+    members = [*ranks] if ordered else sorted(ranks)
+    key = alone, (*members,)
     if of.free[key]:
         made = of.free[key].pop(0)
-    elif ordered:
-        made = dist.new_group(list(key), use_local_synchronization=True, sort_ranks=False)
     else:
-        made = dist.new_group(list(key), use_local_synchronization=True)
+        with _unbound() if alone else nullcontext():
+            if ordered:
+                made = dist.new_group(members, use_local_synchronization=True, sort_ranks=False)
+            else:
+                made = dist.new_group(members, use_local_synchronization=True)
     if of.lent is not None:
         of.lent.append((key, made))
     return made
@@ -59,6 +67,18 @@ def lent() -> Iterator[None]:
             of.free[key].append(group)
     finally:
         of.lent = None
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Meanwhile the world has no device: with one torch splits its communicator for each new group."""
+    world = dist.group.WORLD
+    assert world is not None
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def _of_world() -> _Groups:

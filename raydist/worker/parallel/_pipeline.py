@@ -128,7 +128,9 @@ class Pipeline:
         self._links = Links(peers, [group, *(another(peers) for _ in range(ways - 1))], mesh.pipeline * self._chunks)
         for ranks in self._tied:
             if mesh.pipeline_rank in ranks:
-                self._tie_groups[ranks] = another([peers[r] for r in ranks])
+                self._tie_groups[ranks] = another(
+                    [peers[r] for r in ranks], alone=True
+                )  # stages between have no part of it
         for stage in self.stages:
             stage.strategy.wrap(stage.module, _ExampleOfStage(self, stage, example))
         for sent, _ in self._told:

@@ -66,8 +66,8 @@ def all_reduce_of(
         return None
     own = next(team for team in found if me in team)
     place = own.index(me)
-    within = another(own)
-    across = another([team[place] for team in found])
+    within = another(own, alone=True)
+    across = another([team[place] for team in found], alone=True)
     return TreeAllReduce(Tree(len(own)), _one_each(len(own)), within, device, across=across)
 
 

@@ -49,7 +49,7 @@ class TreeAllReduce:
         self._tree, self._nodes, self._device, self._across = tree, nodes, device, across
         self._room = torch.empty(0, device=device)
         ranks = dist.get_process_group_ranks(group)
-        made = [another(ranks) for _ in range(1 + shared)]
+        made = [another(ranks, alone=True) for _ in range(1 + shared)]
         self._groups = made if shared else [group, *made]
         stream = torch.cuda.Stream(device) if device.type == "cuda" and aside else None  # type: ignore[no-untyped-call]
         self._lanes = [Lane(f"tree-{name}", stream, aside) for name in ("exchange", "across", "gather")]

@@ -18,6 +18,7 @@ from raydist.data.prepare import prepare
 from raydist.run.directory import RunDir, begin_attempt
 from raydist.spec import CommSpec, JobSpec
 from raydist.worker.attempt import Job, MonitorChannel
+from raydist.worker.comm import groups
 from raydist.worker.comm.buckets import choose
 from raydist.worker.comm.buckets.measure import Passes, all_reduce_line, passes
 from raydist.worker.comm.buckets.model import MIB, AlphaBeta, Arrival, buckets, exposed, fit, suggest
@@ -332,3 +333,21 @@ def test_a_kept_size_is_the_one_that_trains(ranks: Any, dataset: str, tmp_path: 
     assert notes == ["parallel.bucket_mb: auto: it was so"]
     assert kept == asked
     assert kept != torchs
+
+
+def bound(rank: Rank) -> list[Any]:
+    """The devices of groups that are made while the world is bound to one, and of the world afterwards."""
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda", 0)
+    try:
+        made = [groups.another(range(rank.world_size), alone=alone) for alone in (False, True)]
+        return [str(group.bound_device_id) for group in (*made, world)]
+    finally:
+        world.bound_device_id = None
+
+
+def test_members_alone_connect_a_group(ranks: Any) -> None:
+    """A group that other ranks know nothing of has no device: torch then splits no communicator that all of them share."""
+    for devices in run(ranks, bound, 2):
+        assert devices == ["cuda:0", "None", "cuda:0"]

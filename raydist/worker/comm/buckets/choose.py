@@ -9,7 +9,6 @@ later run of the same model on the same ranks, nodes and links reuses the measur
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -73,7 +72,7 @@ def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
     if spec.train.compile:
         return Chosen(None, "torch's: with train.compile, trial passes do not take as long as those of the run", {})
     line = all_reduce_line(rank)
-    torchs = _passes(spec, rank, None, build, example)
+    torchs = passes(spec, rank, None, build, example)
     share = DTYPES[spec.precision.reduce].itemsize / 4
     # Arrivals differ between ranks: rank 0 decides.
     own = suggest(torchs.arrivals, torchs.pass_s, torchs.backward_s, line, share) if rank.first else None
@@ -82,23 +81,17 @@ def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
     measured = {"line": asdict(line), "torchs": _figures(torchs), "suggestion": asdict(suggestion)}
     if suggestion.bucket_mb is None:
         return Chosen(None, f"torch's: {suggestion.because}", measured)
-    ours = _passes(spec, rank, suggestion.bucket_mb, build, example)
+    ours = passes(spec, rank, suggestion.bucket_mb, build, example)
     measured["tried"] = _figures(ours)
     best = torchs.synced_s
     if best / ours.synced_s >= 1 + WORTH:  # measure torch's again: the machine itself may be faster than before
-        again = _passes(spec, rank, None, build, example)
+        again = passes(spec, rank, None, build, example)
         measured["torchs_again"] = _figures(again)
         best = min(best, again.synced_s)
     figures = f"trial passes took {ours.synced_s:.3g} s with {suggestion.bucket_mb:g} MiB, {best:.3g} s with torch's"
     if best / ours.synced_s < 1 + WORTH:
         return Chosen(None, f"torch's: {figures}, although {suggestion.because}", measured)
     return Chosen(suggestion.bucket_mb, f"{suggestion.bucket_mb:g} MiB: {figures}; {suggestion.because}", measured)
-
-
-def _passes(spec: JobSpec, rank: Rank, bucket_mb: float | None, build: Build, example: Example) -> Passes:
-    made = passes(spec, rank, bucket_mb, build, example)
-    gc.collect()  # DDP and its module refer to each other: the trial's model would stay in memory
-    return made
 
 
 def _figures(made: Passes) -> dict[str, float]:

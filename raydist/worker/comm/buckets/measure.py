@@ -5,6 +5,7 @@ Runs in: each train worker, every rank, before training. Torch, never ray. All r
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,7 +84,9 @@ def passes(
     loop seeds before it builds its model, and again before the first step. Groups that it makes are used again.
     """
     with groups.lent():
-        return _passes(spec, rank, bucket_mb, build, example)
+        made = _passes(spec, rank, bucket_mb, build, example)
+    gc.collect()  # DDP and its module refer to each other: the trial's model would stay in memory
+    return made
 
 
 def _passes(

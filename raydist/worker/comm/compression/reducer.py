@@ -85,8 +85,8 @@ class Reducer:
         on_cuda = device.type == "cuda" and aside
         stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
         self._lanes = [Lane(f"compress-{name}", stream, aside) for name in ("encode", "add", "decode")]
-        first = another(self.ranks)
-        self._groups = [first, another(self.ranks) if gloo_p2p.direct(group) else first]
+        first = another(self.ranks, alone=True)
+        self._groups = [first, another(self.ranks, alone=True) if gloo_p2p.direct(group) else first]
 
     def flat(self, shapes: Mapping[str, torch.Size]) -> Piece:
         """A piece for `all_reduce`: whole parameters, one after another."""
