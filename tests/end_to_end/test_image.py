@@ -150,7 +150,7 @@ def test_the_image_trains(tmp_path: Path) -> None:
         version = run(stages[-1], ["bash", "-lc", "raydist --version && ray --version"], user, folder, login)
         assert version.returncode == 0, version.stderr
         model = "model: {layers: 1, width: 16, heads: 2, context: 16}"
-        job = f"data: {{source: python-stdlib}}\n{model}\ntrain: {{steps: 2, global_batch: 4}}\n"
+        job = f"data: {{source: python-stdlib}}\n{model}\ntrain: {{steps: 2, global_batch: 4, micro_batch: 4}}\n"
         (stages[-1] / "work/job.yaml").write_text(job)
         trained = run(
             stages[-1],
