@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
-from raydist import remote_filesystem
+from raydist import conditional_writes, remote_filesystem
 from raydist.errors import StorageError, UserError
 from raydist.redact import redact
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
 _TEMPORARY = ".tmp-"
+_SILLY_RENAMED = re.compile(r"\.nfs[0-9a-f]{24}")
+"""A deleted file that a process of this host still has open, on NFS. It is gone when that process closes it, and deleting it is an
+error (EBUSY)."""
 _LIST_TRIES = 10
 MOST_READ = 1 << 30
 """Bytes of a file that `read` reads at once; tensors and tokens are read in pieces."""
@@ -207,14 +211,21 @@ class Storage:
     def write_new(self, name: str, data: bytes) -> bool:
         """Writes a small file, unless the name exists; returns whether it was written.
 
-        On a file system this is atomic (a hard link, on NFS too): of several writers exactly one gets True. pyarrow
-        has no such operation for object stores: two writers that check at the same moment both get True.
+        On a file system this is atomic (a hard link, on NFS too): of several writers exactly one gets True. So it is on S3, if
+        botocore is installed and the server has conditional writes: see `creates_once`. pyarrow has no such operation: on other
+        object stores two writers that check at the same moment both get True.
         """
         if self.local is None:
             if self.size(name) is not None:
                 return False
-            self.write(name, data)
-            return True
+            creator = conditional_writes.creator(self.full_uri, self.fs)
+            if creator is None:
+                self.write(name, data)
+                return True
+            try:
+                return creator.create(self.path(name), data)
+            except OSError as error:
+                raise self._failed("write", name, error) from error
         path = self._local_path(name)
         try:
             part = self._part(path)
@@ -231,6 +242,13 @@ class Storage:
         except OSError as error:
             raise self._failed("write", name, error) from error
         return True
+
+    def creates_once(self) -> bool:
+        """Whether the last `write_new` was atomic. False also before the first one to an object store."""
+        if self.local is not None:
+            return True
+        creator = conditional_writes.creator(self.full_uri, self.fs)
+        return creator is not None and creator.honoured.get(self.root.partition("/")[0], False)
 
     def read(self, name: str) -> bytes:
         """A whole file. Raises FileNotFoundError if it is missing, for callers that expect this."""
@@ -300,6 +318,8 @@ class Storage:
                 if not isinstance(error, FileNotFoundError) or tries == _LIST_TRIES - 1:
                     raise self._failed("list", folder, error) from error
         for info in sorted(infos, key=lambda i: i.path):
+            if _SILLY_RENAMED.fullmatch(info.base_name):
+                continue
             if unfinished or not info.base_name.startswith(_TEMPORARY):
                 yield str(PurePosixPath(info.path).relative_to(self.root)), info
 

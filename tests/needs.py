@@ -54,6 +54,7 @@ def _mount() -> bool:
 
 NEEDS = {
     "chromium": _commands("chromium", "chromium"),
+    "debootstrap": _commands("debootstrap", "debootstrap"),
     "iproute2": _commands("iproute2", "ip", "tc", "bridge"),
     "prometheus": _commands("prometheus", "prometheus"),
     "util-linux": _commands("util-linux", "unshare", "nsenter"),

@@ -27,7 +27,7 @@ LAYERS = [
     {"faults"},
     {"spec"},
     {"run"},
-    {"registry", "extension_plans", "storage", "remote_filesystem"},
+    {"registry", "extension_plans", "storage", "remote_filesystem", "conditional_writes"},
     {
         "records",
         "errors",

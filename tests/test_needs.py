@@ -56,6 +56,7 @@ for name in packages.get(sys.argv[-1], ()):
 """
 INSTALLED = {
     "chromium": ["chromium"],
+    "debootstrap": ["debootstrap"],
     "iproute2": ["ip", "tc", "bridge"],
     "prometheus": ["prometheus"],
     "util-linux": ["unshare", "nsenter"],
@@ -82,7 +83,7 @@ def test_missing_tools_are_installed(path: Path) -> None:
     command(path, "apt-get", INSTALLED)
     assert needs.install() == 0
     calls = (path / "calls").read_text().splitlines()
-    assert [call.split()[-1] for call in calls] == ["update", "chromium", "iproute2", "prometheus", "util-linux"]
+    assert [call.split()[-1] for call in calls] == ["update", *INSTALLED]
     assert needs.install() == 0
     assert (path / "calls").read_text().splitlines() == calls
 
@@ -96,9 +97,7 @@ def test_a_failed_installation_is_reported(
     command(path, "apt-get", None)
     assert needs.install() == bool(ci)
     told = capsys.readouterr().err.splitlines()
-    assert told[-1] == (
-        "not installed: chromium, iproute2, prometheus, util-linux (E: no network); tests that need them are skipped"
-    )
+    assert told[-1] == (f"not installed: {', '.join(INSTALLED)} (E: no network); tests that need them are skipped")
 
 
 def test_without_the_right_to_install(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from raydist import registry
+from raydist.checkpoint import retention
 from raydist.errors import ExtensionNotFound, RunNotFound, StorageError, UsageError, UserError
 from raydist.run import directory
 from raydist.run.directory import RunDir
@@ -77,6 +78,22 @@ def test_storage_that_refuses_says_where_and_why(tmp_path: Path) -> None:
         Storage(tmp_path / "file" / "x").write("y", b"")
     with pytest.raises(UserError, match="give a folder, or a URI"):
         Storage("nosuchscheme://x/y")
+
+
+def test_a_deleted_file_that_is_still_read_on_nfs(tmp_path: Path) -> None:
+    """NFS renames it, and refuses to delete it again: it is not listed, and pruning leaves it and its folder."""
+    run = RunDir(tmp_path)
+    folder = directory.step_folder(3)
+    run.storage.write(f"{folder}/shard-0000-of-0001-0001.arrow", b"")
+    held = tmp_path / folder / f".nfs{0x1234:016x}{7:08x}"
+    held.write_bytes(b"x")
+    assert list(run.storage.files(folder, unfinished=True)) == [f"{folder}/shard-0000-of-0001-0001.arrow"]
+    for _ in range(2):
+        assert retention.prune(run, 1, orphans=True) == []
+        assert [path.name for path in held.parent.iterdir()] == [held.name]
+    held.unlink()
+    retention.prune(run, 1, orphans=True)
+    assert not held.parent.exists()
 
 
 def test_a_checkpoint_exists_once_its_manifest_does(tmp_path: Path) -> None:

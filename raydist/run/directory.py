@@ -37,8 +37,9 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from raydist.errors import RunNotFound, StorageError, UsageError
@@ -46,6 +47,8 @@ from raydist.parsing import quoted
 from raydist.run import storage_choice
 from raydist.storage import Storage
 
+_SHOWN, _LOOKED, _SIMILAR = 10, 60, 0.6
+"""Of a storage's runs in an error: how many are named, of how many folders; difflib's ratio of similar names."""
 SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
     "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
 )  # fmt: skip
@@ -317,17 +320,28 @@ def resolve(run: str, storage: str | None = None) -> RunDir:
             f"{run!r} is a sweep, at {named.uri}",
             f"`raydist sweep results {run}` lists its runs, which are {named.uri}/runs/CELL",
         )
-    known = [n for n in stored.folders() if not n.startswith(".") and stored.size(f"{n}/{SPEC}") is not None]
+    known = existing(stored, run, lambda n: stored.size(f"{n}/{SPEC}") is not None)
     raise not_found("run", run, looked, known, elsewhere(place))
 
 
+def existing(home: Storage, name: str, there: Callable[[str], bool]) -> list[str]:
+    """Some folders of `home` for which `there` is true: those whose names are similar to `name`, and the first others. Looks
+    at _LOOKED folders at most, since each takes a request to an object store. Raises StorageError.
+    """
+    folders = [folder for folder in home.folders() if not folder.startswith(".")]
+    near = difflib.get_close_matches(name, folders, n=3, cutoff=_SIMILAR)
+    others = [folder for folder in folders if folder not in near]
+    found = [folder for folder in near if there(folder)]
+    return sorted([*found, *islice(filter(there, others[: _LOOKED - len(near)]), _SHOWN + 1)])
+
+
 def not_found(what: str, name: str, looked: Sequence[str], known: Sequence[str], hint: str) -> RunNotFound:
-    """The error for a run or sweep that does not exist: where it was searched, similar names, existing ones, and `hint`."""
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    more = f", and {len(known) - 10} more" if len(known) > 10 else ""
+    """The error for a run or sweep that does not exist: where it was searched, similar names, those of `existing`, and `hint`."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=_SIMILAR)
+    more = ", ..." if len(known) > _SHOWN else ""
     hints = [
         f"did you mean {' or '.join(map(repr, near))}?" if near else "",
-        f"{what}s there: {', '.join(known[:10])}{more}" if known else "",
+        f"{what}s there: {', '.join(known[:_SHOWN])}{more}" if known else "",
         hint,
     ]
     return RunNotFound(f"no {what} {name!r}: looked at {' and '.join(looked)}", "\n  ".join(filter(None, hints)))

@@ -6,10 +6,10 @@ Runs in: the driver. Must not import ray or torch.
                 000007.stop    a request to that driver to end the run: {"host", "pid", "at"} (`raydist stop`)
 
 The newest number holds the run. A driver takes the next number if that driver has ended, has not renewed for LOST_AFTER_S, or its
-process does not exist any more on this host. If several drivers take the same number on a file system, exactly one gets it. An
-object store keeps the last write, so each driver reads the file again after `settle_s` to check that it is its own. A driver that
-finds another driver's file at a renewal has lost the run. As with all leases, it may notice that late; until then the fence
-(run.directory.begin_attempt) protects the run's checkpoints.
+process does not exist any more on this host. If several drivers take the same number, exactly one gets it where storage creates a
+file once (Storage.creates_once). Other object stores keep the last write, so each driver reads the file again after `settle_s` to
+check that it is its own. A driver that finds another driver's file at a renewal has lost the run. As with all leases, it may
+notice that late; until then the fence (run.directory.begin_attempt) protects the run's checkpoints.
 
 A stop request carries its driver's number, so it is for that driver only: for all its attempts, but not for the next driver.
 """
@@ -97,7 +97,7 @@ class DriverLease:
                     f"run {run.name} cannot be stored: {error.message}", "give another --storage"
                 ) from error
             raise
-        if won and run.storage.local is None:
+        if won and not run.storage.creates_once():
             time.sleep(settle_s)
         number, holder = self._newest()
         if not won or not self._own(number, holder):

@@ -30,7 +30,7 @@ from raydist.errors import StorageError
 from raydist.parsing import LINE_BYTES, parse_json
 from raydist.printable import printable
 from raydist.records import Event
-from raydist.run.directory import SWEEP_CELLS, Folder, RunDir, check_name, elsewhere, is_place, not_found
+from raydist.run.directory import SWEEP_CELLS, Folder, RunDir, check_name, elsewhere, existing, is_place, not_found
 from raydist.run.log import events_in, json_line
 from raydist.run.storage_choice import choose
 from raydist.storage import Storage, append_whole, refused
@@ -201,8 +201,8 @@ def resolve_sweep(name: str, storage: str | None = None) -> SweepDir:
     sweep = SweepDir(name if given else home.at(check_name(name)))
     if sweep.exists():
         return sweep
-    known = [folder for folder in home.folders() if SweepDir(home.at(folder)).exists()]
-    hint = elsewhere(choice) if known else f"no sweep was ever started in {home.uri}; {elsewhere(choice)}"
+    known = existing(home, name, lambda folder: SweepDir(home.at(folder)).exists())
+    hint = elsewhere(choice) if known else f"no sweep was found in {home.uri}; {elsewhere(choice)}"
     raise not_found("sweep", name, [sweep.uri if given else f"{sweep.uri} ({choice.because})"], known, hint)
 
 
@@ -219,7 +219,7 @@ def resolve_any(name: str, storage: str | None = None) -> RunDir | SweepDir:
     home = Storage(choice.uri)
     if (found := _run_or_sweep(home.at(name))) is not None:
         return found
-    known = [n for n in home.folders() if not n.startswith(".") and _run_or_sweep(home.at(n)) is not None]
+    known = existing(home, name, lambda folder: _run_or_sweep(home.at(folder)) is not None)
     raise not_found(
         "run or sweep", name, [*looked, f"{home.at(name).uri} ({choice.because})"], known, elsewhere(choice)
     )

@@ -81,11 +81,14 @@ def settings() -> list[str]:
 
 
 def provide(root: Path) -> None:
-    """Copies them into `root`; again before each command, since a package may replace one, such as the list of certificates."""
+    """Copies them into `root`; again before each command, since a package may replace one, such as the list of certificates.
+
+    A link there may lead to a file of this machine, so it is removed, not followed.
+    """
     for path in settings():
         there = root / path[1:]
         there.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["cp", "-aLT", path, there], check=True)
+        subprocess.run(["cp", "-aLT", "--remove-destination", path, there], check=True)
 
 
 def run(
@@ -93,7 +96,9 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command in `root`, as docker does."""
     pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-    line = ["chroot", "--userspec", user, root, "/usr/bin/env", "-C", folder, *command]
+    chroot = shutil.which("chroot")  # `env` has the container's PATH
+    assert chroot is not None
+    line = [chroot, "--userspec", user, root, "/usr/bin/env", "-C", folder, *command]
     return subprocess.run(line, env={"HOME": "/tmp", **pip, **env}, capture_output=True, text=True, timeout=3000)
 
 
@@ -101,9 +106,7 @@ def run(
 @pytest.mark.skipif(ASKED not in os.environ, reason="it installs torch into a fresh Debian: make test-image runs it")
 def test_the_image_trains(tmp_path: Path) -> None:
     """The stages are built in two fresh roots. In the last one its user runs a job to its end, and can write no file of raydist."""
-    needs.require("mount")
-    if shutil.which("debootstrap") is None:
-        pytest.skip("apt-get install debootstrap")
+    needs.require("mount", "debootstrap")
     sources = next(Path("/etc/apt/sources.list.d").glob("*.sources")).read_text()
     (mirror, *_) = re.findall(r"^URIs: (\S+)", sources, re.MULTILINE)
     base = tmp_path / "base"
@@ -147,7 +150,7 @@ def test_the_image_trains(tmp_path: Path) -> None:
         version = run(stages[-1], ["bash", "-lc", "raydist --version && ray --version"], user, folder, login)
         assert version.returncode == 0, version.stderr
         model = "model: {layers: 1, width: 16, heads: 2, context: 16}"
-        job = f"data: {{source: python-stdlib}}\n{model}\ntrain: {{steps: 2, global_batch: 4}}\n"
+        job = f"data: {{source: python-stdlib}}\n{model}\ntrain: {{steps: 2, global_batch: 4, micro_batch: 4}}\n"
         (stages[-1] / "work/job.yaml").write_text(job)
         trained = run(
             stages[-1],

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from raydist.conditional_writes import Creator
 from raydist.errors import Fenced, UsageError
 from raydist.run import lease as leases
 from raydist.run.directory import RunDir, begin_attempt, fenced, resume_attempt, start_anew
@@ -181,11 +182,22 @@ def test_storage_that_goes_for_a_while_loses_nothing(tmp_path: Path, monkeypatch
     lease.release()
 
 
-def test_on_an_object_store(s3: Any) -> None:
-    """A held lease is refused, released, and taken by exactly one of two drivers that write the same number. A driver that finds
-    another's lease at a renewal has lost its own. A request to stop reaches the driver."""
-    run = RunDir(s3.uri("runs/leased"))
-    lease = DriverLease(run, renew_s=0.05, settle_s=0.1)
+@pytest.mark.parametrize("conditional", [True, False])
+def test_on_an_object_store(s3: Any, monkeypatch: pytest.MonkeyPatch, conditional: bool) -> None:
+    """A held lease is refused, released, and taken by exactly one of two drivers that write the same number, with conditional
+    writes and without. A driver that finds another's lease at a renewal has lost its own. A request to stop reaches the driver."""
+    lock, create = threading.Lock(), Creator.create
+
+    def atomic(creator: Creator, path: str, data: bytes) -> bool:
+        with lock:  # moto checks the condition and writes in two steps; an S3 server does not
+            return create(creator, path, data)
+
+    monkeypatch.setattr(Creator, "create", atomic)
+    if not conditional:
+        monkeypatch.setitem(sys.modules, "botocore", None)
+    run = RunDir(s3.uri(f"runs/leased-{conditional}"))
+    lease = DriverLease(run, renew_s=0.05, settle_s=1e6 if conditional else 0.1)
+    assert run.storage.creates_once() == conditional
     driver = newest_driver(run)
     assert driver is not None
     assert ask_stop(run, driver)

@@ -163,3 +163,28 @@ def test_what_is_not_found_says_where_it_was_looked_for(place: Path, tmp_path: P
     with pytest.raises(RunNotFound, match="the nearest folder 'runs'") as caught:
         sweep_directory.resolve_sweep("lr-bach")
     assert "did you mean 'lr-batch'?" in caught.value.hint
+
+
+class Crowded(Storage):
+    """A storage with ten thousand runs, and a folder that is none."""
+
+    def folders(self, folder: str = "") -> list[str]:
+        return [f"run-{number:04d}" for number in range(10_000)] + ["samples", ".hidden"]
+
+
+@pytest.mark.parametrize(("there", "most"), [(True, 14), (False, 60)])
+def test_a_misspelt_name_among_ten_thousand_runs(tmp_path: Path, there: bool, most: int) -> None:
+    """A bounded number of folders is looked at, because each takes a request to an object store: similar names, and some others."""
+    looked: list[str] = []
+
+    def look(folder: str) -> bool:
+        looked.append(folder)
+        return there and folder != "samples"
+
+    known = directory.existing(Crowded(tmp_path), "run-77777", look)
+    assert len(looked) == len(set(looked)) == most
+    assert "run-7777" in looked
+    assert set(known) <= set(looked)
+    error = directory.not_found("run", "run-77777", [str(tmp_path)], known, "")
+    assert error.hint.startswith("did you mean 'run-7777'" if there else "")
+    assert error.hint.endswith(", run-0009, ..." if there else "")

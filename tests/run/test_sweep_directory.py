@@ -142,7 +142,7 @@ def test_no_such_sweep(sweep: SweepDir) -> None:
     assert resolve_sweep(sweep.uri).uri == sweep.uri
     with pytest.raises(RunNotFound, match="a-sweep"):
         resolve_sweep("another", home)
-    with pytest.raises(RunNotFound, match="no sweep was ever started"):
+    with pytest.raises(RunNotFound, match="no sweep was found"):
         resolve_sweep("a-sweep", f"{home}/a-sweep/runs")
 
 
