@@ -19,6 +19,7 @@ LAYERS = [
     {"diagnosis"},
     {"bench"},
     {"planner", "deploy"},
+    {"own"},
     {"launch"},
     {"worker"},
     {"ipc"},
@@ -130,7 +131,7 @@ def test_torch_and_ray_keep_to_their_rooms(path: Path) -> None:
     def has(found: set[str], package: str) -> bool:
         return any(n == package or n.startswith(package + ".") for n in found)
 
-    if room in ("worker", "launch", "planner"):
+    if room in ("worker", "launch", "planner", "own"):
         assert name == "raydist.launch.agent" or not has(every, "ray"), f"{name} imports ray"
     elif room == "ipc":
         assert not has(top, "torch"), f"{name} imports torch before a rank calls it"

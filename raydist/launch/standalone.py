@@ -35,7 +35,7 @@ from raydist.storage import Storage
 HEARTBEAT_S = 2.0
 
 
-class _Log:
+class FolderLog:
     """Rank 0's channel to the run folder: like the RunMonitor on Ray, without the live view. Runs in the reporter's thread."""
 
     def __init__(self, run: RunDir, lease: DriverLease, attempt: int, world_size: int, quiet: bool) -> None:
@@ -53,6 +53,7 @@ class _Log:
         self._store("running")
 
     def push(self, records: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any]:
+        """Writes records and events. Returns the answer for the loop: the requested traces, and a command."""
         for raw in events:
             if raw["kind"] == "resumed":
                 self._log.attempt(raw["attempt"], int(raw["step"]))
@@ -77,6 +78,7 @@ class _Log:
         return {"traces": self._traces, "command": "stop" if self._lease.asked_to_stop() is not None else None}
 
     def durable(self) -> None:
+        """Returns once all that was pushed is written."""
         self._log.flush()
 
     def end(self, status: str, step: int) -> None:
@@ -143,7 +145,7 @@ def _run(spec: JobSpec, options: argparse.Namespace, first: bool) -> dict[str, A
         spec = hub.local(spec, options.storage, present=True)
         dataset, attempt = data.open_or_prepare(spec.data, options.storage), run.lineage().newest
         await_attempt(run, attempt or 1)
-    log = _Log(run, lease, attempt, rank.world_size, quiet=options.json) if lease else None
+    log = FolderLog(run, lease, attempt, rank.world_size, quiet=options.json) if lease else None
     job = Job(spec, run, dataset, attempt, options.until, options.allow_spec_change)
     try:
         outcome = train(job, rank, MonitorChannel(log.push, log.durable) if log else None)
