@@ -124,7 +124,7 @@ def test_the_image_trains(tmp_path: Path) -> None:
                 case "FROM":
                     stages.append(tmp_path / f"stage{len(stages)}")
                     subprocess.run(["cp", "-a", base, stages[-1]], check=True)
-                    stack.enter_context(mounted(stages[-1], "/proc", "/dev"))
+                    stack.enter_context(mounted(stages[-1], "/proc", "/dev", "/dev/shm"))
                     names[rest.rpartition(" AS ")[2]] = stages[-1]
                     env, user, folder = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}, "root", "/"
                 case "RUN":
