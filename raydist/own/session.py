@@ -21,14 +21,15 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from raydist.data.batches import Batches, samples_hash, share
-from raydist.errors import NonFinite, RaydistError, StorageError, TrainingStopped, UsageError, UserError
+from raydist.errors import NonFinite, SpecChanged, StorageError, TrainingStopped, UsageError, UserError
 from raydist.launch.standalone import FolderLog
+from raydist.own.arguments import job_of, trained_by
 from raydist.own.launcher import translate
 from raydist.records import StepRecord
 from raydist.run.directory import SPEC, RunDir, await_attempt, begin_attempt, check_name, default_storage
 from raydist.run.lease import DriverLease
 from raydist.run.log import last_attempt
-from raydist.spec import JobSpec, parse, stored
+from raydist.spec import JobSpec, stored
 from raydist.storage import Storage
 from raydist.worker import distributed
 from raydist.worker.attempt import Job
@@ -77,7 +78,7 @@ def session(
         raise UserError(
             f"micro_batch: {micro_batch} is less than 1", "give the most samples that a rank computes at once"
         )
-    spec = _spec(name, steps, batch, every, clip, seed, timeout_s)
+    spec = job_of(name, steps, batch, every, clip, seed, timeout_s)
     return Session(model, optimizer, dataset, spec, micro_batch or batch, storage or default_storage(), collate)
 
 
@@ -105,7 +106,7 @@ class Session:
             )
         self.model, self._optimizer, self._dataset, self._collate = model, optimizer, dataset, collate
         self._spec, self._micro_batch, self._storage = spec, micro_batch, storage
-        self._trained = _trained(model, optimizer)
+        self._trained = trained_by(model, optimizer)
         self._fingerprint = f"own/{len(dataset)}"
         self._batches = Batches(len(dataset), spec.train.global_batch, spec.train.seed, self._fingerprint)
         self._total = int(spec.train.steps or 0)
@@ -127,6 +128,7 @@ class Session:
         self._log: FolderLog | None = None
         self._reporter: Reporter | None = None
         self._checkpoints: CheckpointManager | None = None
+        self._saves = False
         attempt: int | None = None
         if int(os.environ.get("RANK", 0)) == 0:
             self._lease = DriverLease(run)
@@ -177,8 +179,12 @@ class Session:
             parameters=parameters,
             mesh=mesh,
         )
-        self._checkpoints.resume()
+        try:
+            self._checkpoints.resume()
+        except SpecChanged as error:
+            raise SpecChanged(error.message, "give the session the arguments of before, or another name") from error
         self._checkpoints.open()
+        self._saves = True
         self.number = self._at.step
 
     def __iter__(self) -> Iterator[Any]:
@@ -340,7 +346,7 @@ class Session:
     def _close(self, status: str) -> None:
         global _open
         _open = None
-        if self._checkpoints is not None and hasattr(self._checkpoints, "_saver"):
+        if self._checkpoints is not None and self._saves:
             self._checkpoints.close()
         if self._reporter:
             self._reporter.close()
@@ -349,39 +355,6 @@ class Session:
                 self._log.end(status, self._at.step)
         if self._lease:
             self._lease.release()
-
-
-def _spec(name: str, steps: int, batch: int, every: int, clip: float, seed: int, timeout_s: float) -> JobSpec:
-    """The session's arguments as a job, for what is stored and compared. Its model and data are the script's."""
-    tree = {
-        "name": name,
-        "model": {"name": "raydist.own:session"},
-        "data": {"path": "own"},
-        "train": {"steps": steps, "global_batch": batch, "micro_batch": batch, "seed": seed},
-        "optim": {"name": "sgd", "lr": 1.0, "clip": clip},
-        "checkpoint": {"every": every},
-        "recovery": {"timeout_s": timeout_s},
-    }
-    try:
-        return parse(tree, source="session")
-    except RaydistError as error:
-        raise UserError(error.message, error.hint) from error
-
-
-def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer updates, by name."""
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if missing := [name for name, p in wanted.items() if id(p) not in given]:
-        raise UserError(
-            f"optimizer: it does not have {', '.join(missing[:5])}",
-            "give it all parameters of the model, or set requires_grad=False for those that are not trained",
-        )
-    if len(given) > len(wanted):
-        raise UserError(
-            "optimizer: it has parameters that are not trained in this model", "give it the model's parameters"
-        )
-    return wanted
 
 
 def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:

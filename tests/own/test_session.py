@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import raydist.own as rd
-from raydist.errors import UsageError, UserError
+from raydist.errors import SpecChanged, UsageError, UserError
 from raydist.own.launcher import translate
 
 SCRIPT = Path(__file__).with_name("loop_of_a_user.py")
@@ -76,11 +76,11 @@ def test_a_rank_that_leaves_its_loop_is_named(tmp_path: Path) -> None:
         assert "step 3: rank 1 left its loop, and the others did not" in errors
 
 
-def small(storage: Path, dataset: object = tuple(range(8)), **more: Any) -> rd.Session:
+def small(storage: Path, dataset: object = tuple(range(8)), batch: int = 4, **more: Any) -> rd.Session:
     """A session of one rank."""
     model = torch.nn.Linear(1, 1)
     return rd.session(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), dataset, steps=2, batch=4, storage=str(storage), **more
+        model, torch.optim.SGD(model.parameters(), lr=0.1), dataset, steps=2, batch=batch, storage=str(storage), **more
     )
 
 
@@ -101,6 +101,18 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
             s.backward(torch.zeros(4))
         with pytest.raises(UsageError, match="without a backward"):
             s.step()
+    with small(tmp_path / "d") as s:
+        for _ in s:
+            s.backward(s.model(torch.ones(1)).sum())
+            s.step()
+    with (
+        pytest.raises(
+            SpecChanged,
+            match=r"train.global_batch: was 4, is 2\s*give the session the arguments of before, or another name",
+        ),
+        small(tmp_path / "d", batch=2),
+    ):
+        pass
     with pytest.raises(UsageError, match="rank 0 has not called backward"), small(tmp_path / "c") as s:
         for _ in s:
             pass
