@@ -1,6 +1,6 @@
 """A user's own loop: real ranks over gloo that find each other by Open MPI's variables, and one of them is really killed.
 
-Over a minute on a busy machine: eight processes that import torch.
+Over a minute: eight processes that import torch, which takes seconds of processor time each.
 """
 
 from __future__ import annotations
