@@ -8,18 +8,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from raydist.dashboard.announced import announced
 from raydist.storage import Storage
 
 
-def test_a_live_run_is_traced_and_stopped(project: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_run_is_traced_and_stopped(project: Any) -> None:
     """A trace of a running run has two steps of both ranks in one file. `raydist stop` ends the run like Ctrl-C: a checkpoint of
     the step in which the signal arrived, status interrupted, exit code 130; a second `stop` prints that there is nothing to stop.
     `logs` has the output of both ranks. On an ended run `trace` gives one line and exit code 2; the same `train` command resumes
     it. With `--dashboard` it prints the address of the page, once; without, that of a dashboard that shows the storage."""
-    monkeypatch.setenv("RAYDIST_CACHE", str(tmp_path))
     command = ["train", "job.yaml", "--name", "traced", "--json", *project.options("traced")]
     before = []
     process = project.start(*command, "--dashboard", "--set", "train.steps=100000")
