@@ -180,17 +180,23 @@ def _launches(events: Sequence[Event], by_kind: bool) -> dict[Hashable, Iterator
 
 
 class _Ranges:
-    """Ranges of code with matching names, ordered by time. They do not overlap."""
+    """Ranges of code with matching names. Those of one thread do not overlap."""
 
     def __init__(self, events: Sequence[Event], pattern: re.Pattern[str]) -> None:
         found = sorted(
-            (e["ts"], e["ts"] + e.get("dur", 0.0), match[1] or "root")
+            (e["ts"], e["ts"] + e.get("dur", 0.0), match[1] or "root", e.get("tid"))
             for e in events
             if e.get("ph") == "X" and e.get("cat") == "user_annotation" and (match := pattern.fullmatch(e["name"]))
         )
-        self._spans = [(begin, end) for begin, end, _ in found]
-        self.names = [name for _, _, name in found]
+        self.names = [name for _, _, name, _ in found]
+        self._of_thread: dict[Any, tuple[list[Interval], list[int]]] = defaultdict(lambda: ([], []))
+        for number, (begin, end, _, thread) in enumerate(found):
+            spans, numbers = self._of_thread[thread]
+            spans.append((begin, end))
+            numbers.append(number)
 
     def around(self, event: Event) -> int | None:
-        """The index of the range in which an event begins."""
-        return at(self._spans, event["ts"])
+        """The number, in `names`, of its thread's range in which an event begins. Other threads send meanwhile, too."""
+        spans, numbers = self._of_thread[event.get("tid")]
+        place = at(spans, event["ts"])
+        return None if place is None else numbers[place]

@@ -12,6 +12,7 @@ import pytest
 from raydist.errors import StorageError
 from raydist.report import clock_sync, tables
 from raydist.report.clock_sync import Offset
+from raydist.report.collectives import collectives
 from raydist.report.overlap import Shares, common, innermost, length, shares, union
 from raydist.report.trace import describe, merge
 from raydist.run.directory import RunDir
@@ -219,3 +220,24 @@ def test_a_part_that_is_none(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(StorageError, match="cannot be read"):
         merge(run, names)
+
+
+def test_what_another_thread_sends_is_not_part_of_a_direct_exchange() -> None:
+    """Thread 8 gathers 17 bytes while thread 7 is launching its exchange, in two operations, of 64 bytes."""
+
+    def gloo(name: str, tid: int, begin: float, size: int) -> dict[str, Any]:
+        return x(
+            f"gloo:{name}", "cpu_op", tid, begin, begin + 1, **{"Input Dims": [[size]], "Input type": ["signed char"]}
+        )
+
+    def launch(name: str, tid: int, begin: float, *sizes: int) -> dict[str, Any]:
+        return x(f"c10d::{name}", "cpu_op", tid, begin, begin + 0.1, **{"Input Dims": [[[size] for size in sizes]]})
+
+    events = [
+        x("raydist::all_to_all", "user_annotation", 7, 1, 5),
+        launch("recv_", 7, 1.1, 64), gloo("recv", 9, 1.2, 64),
+        launch("allgather_", 8, 2, 17, 34), gloo("all_gather", 10, 2.2, 17),
+        launch("send", 7, 4, 64), gloo("send", 9, 4.2, 64),
+    ]  # fmt: skip
+    found = collectives(events, [(0.0, 0.01)], {})
+    assert [(one.label, len(one.others)) for one in found] == [("all_to_all (64 B)", 1), ("all_gather (17 B)", 0)]
