@@ -88,8 +88,8 @@ class PrivateHead:
 
     def _look(self, now: float) -> None:
         for name, pid in self._processes.items():
-            if not self._dead and name != ZYGOTE and _state(pid) in _EXITED:
-                self._dead = f"Ray's {name} (process {pid}) has exited{_how(pid)}"
+            if not self._dead and name != ZYGOTE and _state(pid) in _EXITED and (how := _how(pid)) is not None:
+                self._dead = f"Ray's {name} (process {pid}) has exited{how}"
         if self._dead:
             return
         parents = [pid for name, pid in self._processes.items() if name != "GCS"]
@@ -118,15 +118,18 @@ def _state(pid: int) -> str:
         return ""
 
 
-def _how(pid: int) -> str:
-    """How a child has ended; it is not reaped."""
-    with suppress(OSError, ValueError):
+def _how(pid: int) -> str | None:
+    """How a child has ended; it is not reaped. None: other threads of it are still ending, after its first one."""
+    try:
         facts = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if facts is not None and facts.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+    except OSError:  # it is no child, or was reaped
+        return ""
+    if facts is None:
+        return None
+    if facts.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+        with suppress(ValueError):
             return f", killed by {signal.Signals(facts.si_status).name}"
-        if facts is not None:
-            return f" with exit code {facts.si_status}"
-    return ""
+    return f" with exit code {facts.si_status}"
 
 
 def _actors(parent: int) -> list[tuple[str, int]]:
