@@ -341,8 +341,13 @@ def test_a_suspended_process_goes_on(tmp_path: Path) -> None:
             run_processes.suspend(psutil.Process(process.pid), 600)
             while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
                 pass
-            (helper,) = [p for p in psutil.process_iter() if f"; kill -CONT {process.pid}" in command_line(p)]
-            assert os.getsid(helper.pid) != os.getsid(0)
+            helper = None
+            while helper is None:  # while it becomes a shell it has no command line
+                # Another test's helper may stop a process whose pid begins with this one.
+                mine = (p for p in psutil.process_iter() if command_line(p).endswith(f"; kill -CONT {process.pid}"))
+                helper = next(mine, None)
+            while os.getsid(helper.pid) == os.getsid(0):
+                pass
             while not (sleep := helper.children()):
                 pass
             sleep[0].kill()  # its time is over
