@@ -322,7 +322,7 @@ def incidents(events: list[Event]) -> list[dict[str, Any]]:
             ):  # not caused by a fault that was logged
                 rank = "-" if event.data["rank"] is None else event.data["rank"]
                 found.append({"fault": "-", "rank": rank, "step": "-", "seconds": None, "repeated": None})
-            found[-1]["cause"] = event.data["cause"]
+            found[-1]["cause"] = event.data["cause"].replace(f"{Path(__file__).parents[1]}/", "")
         elif event.kind == "first_step" and event.data["attempt"] > 1 and found and found[-1]["seconds"] is None:
             found[-1] |= {"seconds": event.data["seconds"], "repeated": event.data["repeated_steps"]}
     return found
