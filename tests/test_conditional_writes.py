@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
-import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -16,35 +14,24 @@ from raydist.conditional_writes import creator
 from raydist.errors import StorageError, UsageError
 from raydist.run.directory import RunDir, begin_attempt
 from raydist.storage import Storage
+from tests.s3_proxy import Proxy
 
 
-class Proxy:
-    """In front of the server, a request a connection. `change` gets a request and how often it was asked, and returns what the
-    server gets; `answer` the same of answers, where b"" closes the connection."""
+class Changing(Proxy):
+    """A request a connection. `change` gets a request and returns what the server gets; `answer` gets a request and its answer, and
+    returns what the client gets, where b"" closes the connection."""
 
     def __init__(self, server: str) -> None:
         self.change, self.answer = (lambda request: request), (lambda request, answer: answer)
-        host, port = server.rsplit(":", 1)
-        self._server = host, int(port)
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.place = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__(server)
 
-    def close(self) -> None:
-        self._listening.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=self._serve, args=(self._listening.accept()[0],), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError), client:
-            request = whole(client)
-            with socket.create_connection(self._server) as server:
-                server.sendall(self.change(request))
-                answer = b"".join(iter(lambda: server.recv(65536), b""))
-            client.sendall(self.answer(request, answer))
+    def serve(self, client: socket.socket) -> None:
+        """Passes one request and its answer on."""
+        request = whole(client)
+        with socket.create_connection(self.server) as server:
+            server.sendall(self.change(request))
+            answer = b"".join(iter(lambda: server.recv(65536), b""))
+        client.sendall(self.answer(request, answer))
 
 
 def whole(client: socket.socket) -> bytes:
@@ -63,11 +50,11 @@ def whole(client: socket.socket) -> bytes:
 
 
 @pytest.fixture
-def proxied(s3: Any) -> Iterator[tuple[Proxy, Storage]]:
+def proxied(s3: Any) -> Iterator[tuple[Changing, Storage]]:
     """A proxy, and a folder behind it."""
     uri = s3.uri(f"once/{uuid.uuid4().hex}")
     server = uri.partition("endpoint_override=")[2].partition("&")[0]
-    proxy = Proxy(server)
+    proxy = Changing(server)
     yield proxy, Storage(uri.replace(server, proxy.place))
     proxy.close()
 
@@ -90,7 +77,7 @@ def test_of_two_that_saw_nothing_one_writes(s3: Any, monkeypatch: pytest.MonkeyP
         begin_attempt(run, 1)
 
 
-def test_a_lost_answer_is_no_refusal(proxied: tuple[Proxy, Storage]) -> None:
+def test_a_lost_answer_is_no_refusal(proxied: tuple[Changing, Storage]) -> None:
     """The request is repeated, and refused because of the first one: the object has this writer's mark, so it has written it."""
     proxy, storage = proxied
     lost: list[bytes] = []
@@ -108,7 +95,7 @@ def test_a_lost_answer_is_no_refusal(proxied: tuple[Proxy, Storage]) -> None:
     assert not storage.write_new("note", b"other")
 
 
-def test_writers_that_collide_try_again(proxied: tuple[Proxy, Storage]) -> None:
+def test_writers_that_collide_try_again(proxied: tuple[Changing, Storage]) -> None:
     """409 says that another write of that name is under way: the next try is refused or succeeds."""
     proxy, storage = proxied
     answers = [b"HTTP/1.1 409 Conflict\r\nContent-Length: 0\r\n\r\n"]
@@ -119,7 +106,7 @@ def test_writers_that_collide_try_again(proxied: tuple[Proxy, Storage]) -> None:
 
 
 @pytest.mark.parametrize("implemented", [True, False])
-def test_a_server_without_conditions(proxied: tuple[Proxy, Storage], implemented: bool) -> None:
+def test_a_server_without_conditions(proxied: tuple[Changing, Storage], implemented: bool) -> None:
     """It ignores the condition, or answers that it has none. The first write notices: the lease then waits and reads again, as on
     every store that replaces objects."""
     proxy, storage = proxied

@@ -23,7 +23,7 @@ CAPACITY = 100_000
 UNSENT = "unsent"
 """The key in a checkpoint's plain state."""
 UNSENT_RECORDS, UNSENT_EVENTS = 10_000, 1000
-"""The most that a checkpoint contains: 3 MB."""
+"""The most that a checkpoint contains: about 5 MB of its manifest."""
 FIGURES = 4
 """Most large events (records.EXPORTED_ONLY) that are buffered. They are sent once, and not repeated after an error."""
 
@@ -64,8 +64,8 @@ class Reporter:
         """`event`, with the current time."""
         self.event(Event(kind, time.time(), data))
 
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Sends everything and waits until it is durable; False if the monitor does not answer in that time (None: FLUSH_S).
+    def flush(self) -> bool:
+        """Sends everything and waits until it is durable; False if the monitor does not answer in FLUSH_S.
 
         For background threads and the end of a run: a lost monitor must not delay training.
         """
@@ -80,7 +80,7 @@ class Reporter:
                 done.set()
 
         threading.Thread(target=send, name="raydist-flush", daemon=True).start()
-        return done.wait(FLUSH_S if timeout_s is None else timeout_s)
+        return done.wait(FLUSH_S)
 
     def require_flush(self) -> None:
         """`flush`. Raises TimeoutError if it gives False."""

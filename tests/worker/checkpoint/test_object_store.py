@@ -13,6 +13,7 @@ import pytest
 from raydist.checkpoint import manifest, retention
 from raydist.storage import Storage
 from raydist.worker.checkpoint import restore
+from tests.s3_proxy import Proxy
 
 
 def test_save_verify_restore_and_prune(kit: Any, s3: Any) -> None:
@@ -59,31 +60,19 @@ def test_an_upload_that_fails_leaves_no_object(s3: Any) -> None:
     assert storage.read("file") == b"all of it"
 
 
-class Proxy:
-    """In front of the server; `mode`: "" passes everything on, "busy" answers 503 (Slow Down), "cut" closes the connection of an
-    upload after its first kilobyte."""
+class Failing(Proxy):
+    """`mode`: "" passes everything on, "busy" answers 503 (Slow Down), "cut" closes the connection of an upload after its first
+    kilobyte."""
 
     BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
     def __init__(self, server: str) -> None:
         self.mode, self.hit = "", 0
-        host, port = server.rsplit(":", 1)
-        self._server = host, int(port)
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.place = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__(server)
 
-    def close(self) -> None:
-        """Accepts no more connections."""
-        self._listening.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=self._serve, args=(self._listening.accept()[0],), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError), client, socket.create_connection(self._server) as server:
+    def serve(self, client: socket.socket) -> None:
+        """Passes both directions on, kilobyte by kilobyte."""
+        with socket.create_connection(self.server) as server:
             threading.Thread(target=self._back, args=(server, client), daemon=True).start()
             passed = 0
             while data := client.recv(1024):
@@ -104,17 +93,17 @@ class Proxy:
 
 
 @pytest.fixture
-def proxied(s3: Any, mode: str) -> Iterator[tuple[Proxy, str]]:
+def proxied(s3: Any, mode: str) -> Iterator[tuple[Failing, str]]:
     """A proxy, and the URI of a folder behind it."""
     uri = s3.uri(f"runs/{mode}")
     server = uri.partition("endpoint_override=")[2].partition("&")[0]
-    proxy = Proxy(server)
+    proxy = Failing(server)
     yield proxy, uri.replace(server, proxy.place)
     proxy.close()
 
 
 @pytest.mark.parametrize("mode", ["busy", "cut"])
-def test_a_server_that_is_busy_or_cut_off(kit: Any, proxied: tuple[Proxy, str], mode: str) -> None:
+def test_a_server_that_is_busy_or_cut_off(kit: Any, proxied: tuple[Failing, str], mode: str) -> None:
     """503 for every request, and uploads that are cut: the save fails, nothing of it is committed, and the next one works."""
     proxy, uri = proxied
     one = kit.OneRank(uri, asynchronous=True)

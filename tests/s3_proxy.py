@@ -1,0 +1,35 @@
+"""A proxy in front of the tests' S3 server, which changes or breaks what passes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+
+class Proxy:
+    """Each connection is served by `serve`, in a thread of its own. `server`, and `place` of the proxy: HOST:PORT."""
+
+    def __init__(self, server: str) -> None:
+        host, port = server.rsplit(":", 1)
+        self.server = host, int(port)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.place = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def serve(self, client: socket.socket) -> None:
+        """Serves one connection. An OSError ends it."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Accepts no more connections."""
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._serve, args=(self._listening.accept()[0],), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client:
+            self.serve(client)
