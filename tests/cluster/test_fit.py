@@ -28,7 +28,7 @@ from raydist.cluster.run.supervisor import Supervisor
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.errors import RaydistError
 from raydist.run.directory import RunDir
-from tests.processes import runs
+from tests.processes import command_line, runs
 
 sys.path.insert(0, str(Path(__file__).parent))
 from drivers import attempt  # workers import it by PYTHONPATH
@@ -134,7 +134,7 @@ def test_a_killed_coordinator_is_named(session: Session, tmp_path: Path) -> None
     """Whatever the run calls it for next, the run's cause is its process."""
     coordinator, none = start_coordinator(), cast(Any, None)
     ray.get(coordinator.reports.remote())
-    (process,) = (p for p in psutil.Process().children(recursive=True) if "ray::Coordinator" in " ".join(p.cmdline()))
+    (process,) = (p for p in psutil.Process().children(recursive=True) if "ray::Coordinator" in command_line(p))
     process.kill()
     attempts = cast(Any, SimpleNamespace(run=lambda: ray.get(coordinator.gathered.remote())))
     parts: dict[str, Any] = {

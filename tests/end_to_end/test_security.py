@@ -17,6 +17,7 @@ import psutil
 from raydist.ipc import mailbox
 from tests import needs
 from tests.end_to_end.test_memory import until_copied
+from tests.processes import command_line
 
 NOBODY = 65534
 DOCS = Path(__file__).parents[2] / "docs/explanation/security.md"
@@ -72,9 +73,7 @@ def kind(process: psutil.Process) -> str:
     found = next((name for name, pattern in KINDS.items() if pattern.search(line)), "")
     above = 0
     while (
-        found == "zygote"
-        and (parent := process.parent()) is not None
-        and KINDS["zygote"].search(" ".join(parent.cmdline()))
+        found == "zygote" and (parent := process.parent()) is not None and KINDS["zygote"].search(command_line(parent))
     ):
         process, above = parent, above + 1
     return "rank" if above >= 2 else found

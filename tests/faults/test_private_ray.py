@@ -17,6 +17,7 @@ import pytest
 
 from raydist.faults import KillProcess
 from tests.faults.conftest import GPT, write
+from tests.processes import command_line
 
 END_S = 300
 PROCESSES = {
@@ -46,10 +47,7 @@ class Trained:
     def pid(self, name: str) -> int:
         """Of a central process."""
         mark = PROCESSES[name]
-        found = [
-            p.pid for p in psutil.Process(self.process.pid).children(recursive=True) if mark in " ".join(p.cmdline())
-        ]
-        return found[0]
+        return next(p.pid for p in psutil.Process(self.process.pid).children(recursive=True) if mark in command_line(p))
 
     def step(self) -> int:
         """The newest committed checkpoint."""

@@ -9,6 +9,8 @@ import contextlib
 import os
 import signal
 import subprocess
+from collections.abc import Callable
+from typing import Any
 
 import psutil
 
@@ -30,22 +32,30 @@ def find(name: str, fault: str) -> psutil.Process:
     parents = agent.parents()
     # The workers of a private Ray are forked from a child of the driver, as its raylet is (cluster/ray_worker.py).
     beside = (child for parent in parents for child in parent.children())
-    raylet = next((p for p in (*parents, *beside) if p.name() == "raylet"), None)
+    raylet = next((p for p in (*parents, *beside) if _read(p.name) == "raylet"), None)
     if raylet is None:
         raise InjectedError(f"{fault}: neither a parent process of this rank nor a process beside one is a raylet")
     if name == "raylet":
         return raylet
     if name == "gcs":
         above = raylet.parent()
-        found = [p for p in above.children() if p.name() == "gcs_server"] if above is not None else []
+        found = [p for p in above.children() if _read(p.name) == "gcs_server"] if above is not None else []
         where = "only a private Ray has it beside the raylet"
     else:
         actors = {*raylet.children(), *parents[0].children()}
-        found = [p for p in actors if " ".join(p.cmdline()).startswith(_ACTORS[name])]
+        found = [p for p in actors if " ".join(_read(p.cmdline)).startswith(_ACTORS[name])]
         where = "it is on the driver's node, and found only if no other run has one there"
     if len(found) != 1:
         raise InjectedError(f"{fault}: process: {name}: {len(found)} of them were found here; {where}")
     return found[0]
+
+
+def _read(of: Callable[[], Any]) -> Any:
+    """A process's name or command line; "" if it has just exited: idle workers of Ray do at any time."""
+    try:
+        return of()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def suspend(process: psutil.Process, seconds: float) -> None:
