@@ -15,6 +15,9 @@ BEFORE, HISTORY, NEWEST = 30, 200, 60
 SIGMAS, RELATIVE, NORM = 10.0, 0.1, 3.0
 """A jump is SIGMAS times the run's own noise above the median of the BEFORE steps before it, by at least RELATIVE of that median,
 and in a step whose gradient is NORM times as large as theirs."""
+OF_FIRST, TIMES = 0.02, 10.0
+"""And by at least OF_FIRST of the run's first loss, or TIMES that median: the loss of a model that knows its few data by heart
+jumps from 0.006 to 0.017 in a healthy run."""
 BACK = 0.3
 """It is back when no more than this share of it is left."""
 
@@ -38,12 +41,12 @@ def jump(window: Window) -> Jump | None:
     """The first jump in the NEWEST steps; None if there is none, or too little history."""
     cache = window.steps.cache
     if "jump" not in cache:
-        cache["jump"] = _jump(window.steps["loss"], window.steps["grad_norm"])
+        cache["jump"] = _jump(window.steps["loss"], window.steps["grad_norm"], window.steps.first_loss)
     found: Jump | None = cache["jump"]
     return found
 
 
-def _jump(losses: Array, norms: Array) -> Jump | None:
+def _jump(losses: Array, norms: Array, first_loss: float) -> Jump | None:
     count = len(losses)
     first = max(count - NEWEST, 2 * BEFORE)
     if count <= first:
@@ -59,7 +62,7 @@ def _jump(losses: Array, norms: Array) -> Jump | None:
     recent, usual = above[first - start :], _medians_before(norms, first)
     with np.errstate(divide="ignore", invalid="ignore"):
         times = norms[first:] / usual
-        far = recent > np.maximum(SIGMAS * noise, RELATIVE * np.abs(middles[first - start :]))
+        far = recent > np.maximum(SIGMAS * noise, least_rise(middles[first - start :], first_loss))
         hits = np.flatnonzero(far & (times >= NORM) & np.isfinite(losses[first:]))
     if not len(hits):
         return None
@@ -69,6 +72,12 @@ def _jump(losses: Array, norms: Array) -> Jump | None:
     after = after[np.isfinite(after)]
     left = float(np.median(after[-3:]) - middle) / size if len(after) >= 3 else float("nan")
     return Jump(at, middle, size, noise, float(times[at - first]), left, len(after))
+
+
+def least_rise(usual: Array, first_loss: float) -> Array:
+    """By how much a loss must be above these, whatever the noise. `first_loss`: the run's, NaN if it is not known."""
+    usual = np.abs(usual)
+    return np.maximum(RELATIVE * usual, np.fmin(OF_FIRST * abs(first_loss), TIMES * usual))
 
 
 def _medians_before(values: Array, start: int) -> Array:

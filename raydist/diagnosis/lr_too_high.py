@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from raydist.diagnosis._losses import BACK, BEFORE, RELATIVE, SIGMAS, growth, jump
+from raydist.diagnosis._losses import BACK, BEFORE, OF_FIRST, RELATIVE, SIGMAS, TIMES, growth, jump, least_rise
 from raydist.diagnosis._symptoms import Candidate, figure
 from raydist.diagnosis._window import SMOOTH, Window
 from raydist.records import Finding
@@ -20,7 +20,7 @@ CAUSE = "the learning rate is too high"
 LOOKS = "whether the loss stays above its lowest median for 20 steps, and whether the gradient grows"
 THRESHOLDS = {
     "rise": (
-        f"{SIGMAS:g} times the noise of a median of 20, and {RELATIVE:.0%}",
+        f"{SIGMAS:g} times the noise of a median of 20, {RELATIVE:.0%}, and {OF_FIRST:.0%} of the first loss or {TIMES:g} times",
         "benchmarks/doctor.py: 0 of its healthy runs",
     ),
     "growth": (
@@ -48,7 +48,7 @@ def check(window: Window) -> Iterator[Finding | Candidate]:
         rise = float(middles[-1] - middles[low])
         spike = jump(window)
         goes_back = spike is not None and spike.left <= BACK
-        enough = max(SIGMAS * noise * 1.25 / np.sqrt(STEPS), RELATIVE * abs(float(middles[low])))
+        enough = max(SIGMAS * noise * 1.25 / np.sqrt(STEPS), float(least_rise(middles[low], window.steps.first_loss)))
         if rise > enough and float(finite[-STEPS:].min()) > middles[low] and not goes_back:
             step = window.steps.row(-1)["step"]
             yield Finding(
