@@ -25,7 +25,7 @@ from raydist.data.batches import Cursor, samples_hash, share
 from raydist.data.order import IntArray
 from raydist.errors import SpecChanged, StorageError, UsageError, UserError
 from raydist.launch.standalone import FolderLog
-from raydist.own.arguments import job_of, trained_by
+from raydist.own.arguments import check_splits, job_of, plain_module, trained_by
 from raydist.own.launcher import store, translate
 from raydist.own.samples import STREAM, samples_of
 from raydist.own.state import ValueState
@@ -108,8 +108,10 @@ class Session:
         collate: Callable[[list[Any]], Any],
     ) -> None:
         self.model, self._optimizer, self._collate = model, optimizer, collate
+        self._module = plain_module(model)
         self._spec, self._micro_batch, self._storage = spec, micro_batch, storage
-        self._trained = trained_by(model, optimizer)
+        self._trained = trained_by(self._module, optimizer)
+        check_splits(spec.parallel.strategy, model, self._trained, optimizer)
         self._samples = samples_of(dataset, spec.train.global_batch, spec.train.seed)
         self._fingerprint = self._samples.fingerprint
         self._scheduler = scheduler
@@ -165,8 +167,8 @@ class Session:
 
     def _build(self, run: RunDir) -> None:
         spec, rank = self._spec, self.rank
-        check_same(self.model, rank)
-        training = self._training = Training(self.model, self._optimizer, self._trained, spec, rank)
+        check_same(self._module, rank)
+        training = self._training = Training(self._module, self._optimizer, self._trained, spec, rank)
         job = Job(spec, run, self._fingerprint, self._attempt)
 
         def divide(ids: Any, of_rank: int, world: int) -> Any:
@@ -177,9 +179,9 @@ class Session:
             rank,
             self._reporter,
             self._at,
-            TrainState(self.model, self._optimizer, training.shards, training.frozen),
+            TrainState(self._module, self._optimizer, training.shards, training.frozen),
             precision=Precision(spec.precision, rank.device),
-            bad_steps=BadStepCheck(spec, training.mesh, run, self._attempt, self.model, self._reporter, divide),
+            bad_steps=BadStepCheck(spec, training.mesh, run, self._attempt, self._module, self._reporter, divide),
             noise=None,
             fingerprint=self._fingerprint,
             total=self._total,

@@ -142,16 +142,26 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
         small(tmp_path, strategy="zreo3")
     with pytest.raises(UserError, match="optimizer: Adafactor does not update each element by itself"):
         model = torch.nn.Linear(1, 1)
-        with rd.session(
-            model,
-            torch.optim.Adafactor(model.parameters()),
+        rd.session(model, torch.optim.Adafactor(model.parameters()), [1], steps=1, batch=1, strategy="zero1")
+    with pytest.raises(UserError, match="model: it is compiled whole, and with strategy: zero3"):
+        rd.session(
+            torch.compile(model, backend="eager"),
+            torch.optim.SGD(model.parameters()),
             [1],
             steps=1,
             batch=1,
-            storage=str(tmp_path / "e"),
-            strategy="zero1",
-        ):
-            pass
+            strategy="zero3",
+        )
+    with pytest.raises(UserError, match="optimizer: it has state of steps before the session"):
+        used = torch.optim.SGD(model.parameters(), momentum=0.9)
+        model(torch.ones(1)).backward()
+        used.step()
+        rd.session(model, used, [1], steps=1, batch=1, strategy="zero2")
+    with pytest.raises(UserError, match=r"trains parameters in float32, not weight \(float64\)"):
+        double = torch.nn.Linear(1, 1).double()
+        rd.session(double, torch.optim.SGD(double.parameters()), [1], steps=1, batch=1, strategy="zero1")
+    with pytest.raises(UserError, match="scheduler: it is of another optimizer"):
+        small(tmp_path, scheduler=torch.optim.lr_scheduler.StepLR(used, 1))
     with pytest.raises(UserError, match="micro_batch: 0"):
         small(tmp_path, micro_batch=0)
     with pytest.raises(UserError, match="optimizer: it does not have bias"):
@@ -193,6 +203,25 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="rank 0 has not called backward"), small(tmp_path / "c") as s:
         for _ in s:
             pass
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
+    """A checkpoint of either is continued by the other. The compiler of torch's eager mode: the wrapper is what counts."""
+    made = []
+    for compiled in (True, False):
+        torch.manual_seed(1)
+        model: Any = torch.nn.Linear(1, 1)
+        model = torch.compile(model, backend="eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with rd.session(model, optimizer, [1.0, 2.0, 3.0], steps=4, batch=2, storage=str(tmp_path)) as s:
+            for x in s:
+                if compiled and s.number == 3:
+                    break
+                s.backward(s.model(x.float()[:, None]).square().mean(), weight=len(x))
+                s.step()
+        made += s.losses
+    assert len(made) == 4
+    assert made[3] < made[0]
 
 
 def test_launchers_variables() -> None:
