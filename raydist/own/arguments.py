@@ -7,13 +7,14 @@ from torch import nn
 
 from raydist.errors import RaydistError, UserError
 from raydist.spec import JobSpec, parse
+from raydist.spec.script import SESSION
 
 
 def job_of(name: str, steps: int, batch: int, every: int, clip: float, seed: int, timeout_s: float) -> JobSpec:
     """The session's arguments as a job, for what is stored and compared. Its model and data are the script's."""
     tree = {
         "name": name,
-        "model": {"name": "raydist.own:session"},
+        "model": {"name": SESSION},
         "data": {"path": "own"},
         "train": {"steps": steps, "global_batch": batch, "micro_batch": batch, "seed": seed},
         "optim": {"name": "sgd", "lr": 1.0, "clip": clip},

@@ -6,9 +6,7 @@ depends on nothing else; random numbers are seeded for each micro-batch. So a ru
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -21,25 +19,20 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from raydist.data.batches import Batches, samples_hash, share
-from raydist.errors import NonFinite, SpecChanged, StorageError, TrainingStopped, UsageError, UserError
-from raydist.launch.standalone import FolderLog
+from raydist.errors import NonFinite, SpecChanged, TrainingStopped, UsageError, UserError
 from raydist.own.arguments import job_of, trained_by
-from raydist.own.launcher import translate
+from raydist.own.host import host
 from raydist.records import StepRecord
-from raydist.run.directory import SPEC, RunDir, await_attempt, begin_attempt, check_name, default_storage
-from raydist.run.lease import DriverLease
-from raydist.run.log import last_attempt
-from raydist.spec import JobSpec, stored
-from raydist.storage import Storage
+from raydist.run.directory import default_storage
+from raydist.spec import JobSpec
 from raydist.worker import distributed
-from raydist.worker.attempt import Job
+from raydist.worker.attempt import Job, Outcome
 from raydist.worker.build import check_same
 from raydist.worker.checkpoint.manager import CheckpointManager, Progress
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.checks.bad_steps import BadStepCheck
 from raydist.worker.lora import frozen_shards
 from raydist.worker.mesh import Mesh
-from raydist.worker.metrics.reporter import Reporter
 from raydist.worker.parallel import ParamShard
 from raydist.worker.parallel._grad_norm import grad_norm
 from raydist.worker.parameter_table import gather_parameters
@@ -113,7 +106,7 @@ class Session:
         self._at = Progress()
         self._losses: list[tuple[Tensor, float]] = []  # of the step so far, with their weights
         self._backward = self._stepped = False
-        self._last = False
+        self._last = self._stops = False
         self.number = 0
         self.losses: list[float] = []
 
@@ -122,44 +115,29 @@ class Session:
         global _open
         if _open is not None:
             raise UsageError("a session is open in this process already", "leave its `with` block first")
-        translate(os.environ)
-        run = RunDir(Storage(self._storage).at(check_name(self._spec.name)))
-        self._lease: DriverLease | None = None
-        self._log: FolderLog | None = None
-        self._reporter: Reporter | None = None
+        self._host = host()
         self._checkpoints: CheckpointManager | None = None
         self._saves = False
-        attempt: int | None = None
-        if int(os.environ.get("RANK", 0)) == 0:
-            self._lease = DriverLease(run)
         _open = self
         try:
-            if self._lease:  # before the group starts: the other ranks wait there, then find the attempt
-                attempt = last_attempt(run) + 1
-                run.storage.write(SPEC, stored(self._spec).encode())
-                begin_attempt(run, attempt)
-            self.rank = distributed.start(gpus=None, threads=None, timeout_s=self._spec.recovery.timeout_s)
-            if self._lease is None:
-                attempt = run.lineage().newest
-                await_attempt(run, attempt or 1)
-            else:
-                self._log = FolderLog(run, self._lease, attempt or 1, self.rank.world_size, quiet=True)
-                self._reporter = Reporter(self._log.push, self._log.durable)
-            self._attempt = attempt or 1
-            self._build(run)
+            job = self._host.open(self._spec, self._storage, self._fingerprint)
+            self._spec, self._attempt = job.spec, job.attempt
+            self.rank, self._reporter = self._host.rank, self._host.reporter
+            self._build(job)
         except BaseException:
             self._close("stopped")
             raise
         return self
 
-    def _build(self, run: RunDir) -> None:
+    def _build(self, job: Job) -> None:
         spec, rank = self._spec, self.rank
         self.model.to(rank.device)
         check_same(self.model, rank)
         shards = {name: ParamShard(p) for name, p in self._trained.items()}
         frozen = frozen_shards(self.model)
         parameters = gather_parameters(shards, rank, {name: shard.local for name, shard in frozen.items()})
-        mesh, job = Mesh(rank), Job(spec, run, self._fingerprint, self._attempt)
+        mesh = Mesh(rank)
+        self._host.built(self.model, shards, self._optimizer)
 
         def divide(ids: Any, of_rank: int, world: int) -> Any:
             return share(ids, of_rank, world, self._micro_batch)
@@ -171,7 +149,7 @@ class Session:
             self._at,
             TrainState(self.model, self._optimizer, shards, frozen),
             precision=Precision(spec.precision, rank.device),
-            bad_steps=BadStepCheck(spec, mesh, run, self._attempt, self.model, self._reporter, divide),
+            bad_steps=BadStepCheck(spec, mesh, job.run, self._attempt, self.model, self._reporter, divide),
             noise=None,
             fingerprint=self._fingerprint,
             total=self._total,
@@ -183,22 +161,27 @@ class Session:
             self._checkpoints.resume()
         except SpecChanged as error:
             raise SpecChanged(error.message, "give the session the arguments of before, or another name") from error
+        self._host.loaded()
         self._checkpoints.open()
         self._saves = True
         self.number = self._at.step
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's micro-batches of the steps that are left."""
-        spec, rank = self._spec, self.rank
-        while self._at.step < self._total:
+        spec, rank, heartbeat = self._spec, self.rank, self._host.heartbeat
+        while self._at.step < self._total and not self._stops:
             self.number = self._at.step + 1
+            heartbeat.step(self.number)
             self._begun = time.perf_counter()
             self._ids = self._batches.ids(self._at.cursor)
             mine = [part for part in share(self._ids, rank.rank, rank.world_size, self._micro_batch) if len(part)]
             for index, ids in enumerate(mine):
+                if index:
+                    heartbeat.enter("data")
                 made = self._collate([self._dataset[int(i)] for i in ids])
                 distributed.seed_all(spec.train.seed, "own", self.number, int(ids[0]))
                 self._last, self._backward, self._stepped = index == len(mine) - 1, False, False
+                heartbeat.enter("forward")
                 yield tree_map(self._to_device, made)
                 if not (self._backward and self._stepped):
                     missed = "step" if self._backward else "backward"
@@ -221,6 +204,7 @@ class Session:
             )
         if self._backward:
             raise UsageError("backward() was called twice for one batch", "add the losses, and call it once")
+        self._host.heartbeat.enter("backward")
         (loss * weight).backward()  # type: ignore[no-untyped-call]
         self._losses.append((loss.detach(), weight))  # not read here: the host would wait for the device
         self._backward = True
@@ -291,7 +275,10 @@ class Session:
         for grad in grads:
             grad.mul_(factor)
         checkpoints = self._manager()
+        self._host.before_update()
+        self._host.heartbeat.enter("save")  # it may wait until a copy of the state is complete
         checkpoints.before_update()
+        self._host.heartbeat.enter("update")
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if world > 1:  # running statistics: rank 0's, as DDP has it
@@ -316,10 +303,20 @@ class Session:
                     samples_hash=samples_hash(self._ids),
                 )
             )
-        checkpoints.stepped(ended - self._begun, False)
+        self._host.heartbeat.stepped(ended - self._begun)
+        first = self._host.first_step(at.step)
+        checkpoints.stepped(ended - self._begun, first)
+        if first:
+            checkpoints.prepare()
         ending = at.step == self._total
-        if checkpoints.due(at.step, ending):
+        due = checkpoints.due(at.step, ending)
+        self._stops, copies = self._host.agree(checkpoints.vote(due))
+        self._host.heartbeat.enter("save")
+        if due:
             checkpoints.save(ending)
+        elif copies:
+            checkpoints.snapshot()
+        self._host.heartbeat.step(at.step + 1)  # the script's code after a step has no time limit: it may evaluate
 
     def _manager(self) -> CheckpointManager:
         if self._checkpoints is None:
@@ -331,30 +328,26 @@ class Session:
         status = "stopped"
         try:
             if error is None:
+                self._host.heartbeat.enter("end")
                 if self._at.step < self._total:
                     self._sums(leaves=True)  # names the ranks that leave alone
                     self._optimizer.zero_grad(set_to_none=True)
                     if self._at.step:
                         self._manager().save(True)
                 self._manager().finish()
-                status = "finished" if self._at.step == self._total else "paused"
+                ends = "interrupted" if self._stops else "paused"
+                status = "finished" if self._at.step == self._total else ends
         finally:
             self._close(status)
         if error is None:
-            distributed.stop(self.rank)
+            self._host.leave()
 
     def _close(self, status: str) -> None:
         global _open
         _open = None
         if self._checkpoints is not None and self._saves:
             self._checkpoints.close()
-        if self._reporter:
-            self._reporter.close()
-        if self._log:
-            with contextlib.suppress(StorageError):
-                self._log.end(status, self._at.step)
-        if self._lease:
-            self._lease.release()
+        self._host.close(Outcome(status, self._at.step, self._at.loss, None))
 
 
 def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
