@@ -20,7 +20,7 @@ from raydist.ipc.heartbeat import Heartbeat
 from raydist.launch import script
 from raydist.launch.script import ScriptRank
 from raydist.launch.standalone import FolderLog
-from raydist.own.launcher import translate
+from raydist.own.launcher import store, translate
 from raydist.run.directory import SPEC, RunDir, await_attempt, begin_attempt, check_name
 from raydist.run.lease import DriverLease
 from raydist.run.log import last_attempt
@@ -61,7 +61,8 @@ class Alone:
             attempt = last_attempt(run) + 1
             run.storage.write(SPEC, stored(spec).encode())
             begin_attempt(run, attempt)
-        self.rank = distributed.start(gpus=None, threads=None, timeout_s=spec.recovery.timeout_s)
+        timeout_s = spec.recovery.timeout_s
+        self.rank = distributed.start(gpus=None, threads=None, timeout_s=timeout_s, store=store(os.environ, timeout_s))
         if self._lease is None:
             attempt = run.lineage().newest or 1
             await_attempt(run, attempt)
