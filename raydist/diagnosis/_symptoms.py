@@ -26,10 +26,11 @@ SIGMAS = 4.0
 """And the mean of its excess over RECENT parts must be this many times the run's own noise, the spread of the excess of a single
 part: 8 times the spread of such a mean, if parts are independent."""
 FEW = 12
-"""Differences of parts that are known, at least, for the noise."""
+"""Differences of parts that the noise takes. With fewer, down to those between the judged parts alone, both limits rise in
+proportion: a rank that costs 0.6 of the time is named before the run has a history."""
 COMMON = {
     "lost": (
-        f"{LEAST_LOST:g} of the time",
+        f"{LEAST_LOST:g} of the time; {FEW} times that over n, if n < {FEW} differences of parts are known",
         "three times what a change of the host's load costs for 12 s (docs/explanation/doctor.md)",
     ),
     "crowded": (
@@ -169,7 +170,9 @@ def _kept(window: Window) -> Iterator[Slow]:
     """Ranks that are named without any noise: those that were held from outside for LEAST_LOST of the time, and those that a CPU
     quota kept back for that long while they computed longer than their peers."""
     ranks = window.keys("rank")
-    quota = window.recent("rank", "throttled_seconds")
+    quota, held = window.recent("rank", "throttled_seconds"), window.held
+    if max(np.nan_to_num(quota).max(initial=0.0), np.nan_to_num(held).max(initial=0.0)) < LEAST_LOST:
+        return
     for rows in _stages(window):
         shares = window.share("compute")[rows]
         own = np.nan_to_num(shares[:, -RECENT:].mean(axis=1))
@@ -181,7 +184,7 @@ def _kept(window: Window) -> Iterator[Slow]:
             capped = (
                 float(quota[row] - np.median(others[~np.isnan(others)])) if (~np.isnan(others)).any() else quota[row]
             )
-            lost = max(float(np.nan_to_num(window.held[row])), min(float(np.nan_to_num(capped)), float(more)))
+            lost = max(float(np.nan_to_num(held[row])), min(float(np.nan_to_num(capped)), float(more)))
             if lost >= LEAST_LOST:
                 times = float(own[i] / max(usual, 0.05)) if own[i] > 0 else float("nan")
                 yield Slow("slow_compute", ranks[row], row, tuple(rows[j] for j in peers), lost, times, 0.0)
@@ -217,11 +220,13 @@ def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]
     middle = _lower_median(own)
     last = (own - middle)[:, -RECENT:]
     noise, others = _noise(own), float(np.mean(middle[-RECENT:]))
+    known = int((~np.isnan(np.diff(own - middle, axis=1))).sum(axis=1).min())
+    few = max(FEW / known, 1.0) if known >= RECENT - 1 else float("inf")
     found = {}
     for i in range(len(own)):
-        if np.isnan(last[i]).any():
+        if not last[i].mean() >= few * LEAST_LOST:  # NaN is not, either
             continue
-        enough = max(LEAST_LOST + float(np.median(np.delete(crowded, i))), SIGMAS * noise)
+        enough = max(few * LEAST_LOST + float(np.median(np.delete(crowded, i))), few * SIGMAS * noise)
         lost = float(last[i].mean())
         times = float(own[i, -RECENT:].mean()) / max(others, 0.05)
         if lost >= enough and times >= RATIO and (last[i] >= STEADY * enough).sum() >= RECENT - 1:
@@ -230,16 +235,16 @@ def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]
 
 
 def _noise(own: Array) -> float:
-    """[R, N] shares -> the spread of a rank's excess over its peers from one part to the next; inf if fewer than FEW are known.
+    """[R, N] shares -> the spread of a rank's excess over its peers from one part to the next.
     From differences of neighbours, so that a fault that lasts does not count as noise. The larger of a robust one and the root mean
-    square before the newest parts: uneven batches have rare large differences, which a robust spread leaves out."""
+    square before the newest parts: uneven batches have rare large differences, which a robust spread leaves out. Of fewer than FEW
+    the root mean square alone, with the newest parts."""
     usual = own[:1] if len(own) == 2 else median(own.T)[None]
     apart = (own[1:] if len(own) == 2 else own) - usual
     steps = np.diff(apart, axis=1)
-    known = (~np.isnan(steps)).sum(axis=1)
-    if known.min(initial=FEW) < FEW:
-        return float("inf")
-    square = [float(np.nanmean(row**2)) if (~np.isnan(row)).any() else 0.0 for row in steps[:, :-RECENT]]
+    few = (~np.isnan(steps)).sum(axis=1).min(initial=FEW) < FEW
+    past = steps if few else steps[:, :-RECENT]
+    square = [float(np.nanmean(row**2)) if (~np.isnan(row)).any() else 0.0 for row in past]
     return max(float(np.median(deviation(steps))), float(np.sqrt(np.median(square)))) / 2**0.5
 
 
