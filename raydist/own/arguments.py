@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raydist.errors import RaydistError, UserError
 from raydist.spec import JobSpec, parse
+from raydist.spec.script import SESSION
 from raydist.worker.parallel import ParamShard
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -27,7 +28,7 @@ def job_of(
         raise UserError(f"strategy: {strategy!r} is not known to a session", f"give one of {', '.join(STRATEGIES)}")
     tree = {
         "name": name,
-        "model": {"name": "raydist.own:session"},
+        "model": {"name": SESSION},
         "data": {"path": "own"},
         "train": {"steps": steps, "global_batch": batch, "micro_batch": batch, "seed": seed},
         "optim": {"name": "sgd", "lr": 1.0, "clip": clip},

@@ -6,9 +6,7 @@ over the ranks have one order, so a run that was killed goes on with the same bi
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,26 +21,21 @@ from torch.utils.data import default_collate
 
 from raydist.data.batches import Cursor, samples_hash, share
 from raydist.data.order import IntArray
-from raydist.errors import SpecChanged, StorageError, UsageError, UserError
-from raydist.launch.standalone import FolderLog
+from raydist.errors import SpecChanged, UsageError, UserError
 from raydist.own.arguments import check_splits, job_of, plain_module, trained_by
-from raydist.own.launcher import store, translate
+from raydist.own.host import host
 from raydist.own.samples import STREAM, samples_of
 from raydist.own.state import ValueState
 from raydist.own.training import Training
 from raydist.records import StepRecord
-from raydist.run.directory import SPEC, RunDir, await_attempt, begin_attempt, check_name, default_storage
-from raydist.run.lease import DriverLease
-from raydist.run.log import last_attempt
-from raydist.spec import JobSpec, stored
-from raydist.storage import Storage
+from raydist.run.directory import default_storage
+from raydist.spec import JobSpec
 from raydist.worker import distributed
-from raydist.worker.attempt import Job
+from raydist.worker.attempt import Job, Outcome
 from raydist.worker.build import check_same
 from raydist.worker.checkpoint.manager import CheckpointManager, Progress
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.checks.bad_steps import BadStepCheck
-from raydist.worker.metrics.reporter import Reporter
 from raydist.worker.precision import Precision
 
 SCHEDULER = "scheduler"
@@ -123,7 +116,7 @@ class Session:
         self._at = Progress()
         self.counts = True
         self._backward = self._stepped = False
-        self._last = False
+        self._last = self._stops = False
         self.number = 0
         self.losses: list[float] = []
 
@@ -132,44 +125,25 @@ class Session:
         global _open
         if _open is not None:
             raise UsageError("a session is open in this process already", "leave its `with` block first")
-        translate(os.environ)
-        run = RunDir(Storage(self._storage).at(check_name(self._spec.name)))
-        self._lease: DriverLease | None = None
-        self._log: FolderLog | None = None
-        self._reporter: Reporter | None = None
+        self._host = host()
         self._checkpoints: CheckpointManager | None = None
         self._saves = False
-        attempt: int | None = None
-        if int(os.environ.get("RANK", 0)) == 0:
-            self._lease = DriverLease(run)
         _open = self
         try:
-            if self._lease:  # before the group starts: the other ranks wait there, then find the attempt
-                attempt = last_attempt(run) + 1
-                run.storage.write(SPEC, stored(self._spec).encode())
-                begin_attempt(run, attempt)
-            timeout_s = self._spec.recovery.timeout_s
-            self.rank = distributed.start(
-                gpus=None, threads=None, timeout_s=timeout_s, store=store(os.environ, timeout_s)
-            )
-            if self._lease is None:
-                attempt = run.lineage().newest
-                await_attempt(run, attempt or 1)
-            else:
-                self._log = FolderLog(run, self._lease, attempt or 1, self.rank.world_size, quiet=True)
-                self._reporter = Reporter(self._log.push, self._log.durable)
-            self._attempt = attempt or 1
-            self._build(run)
+            job = self._host.open(self._spec, self._storage, self._fingerprint)
+            self._spec, self._attempt = job.spec, job.attempt
+            self.rank, self._reporter = self._host.rank, self._host.reporter
+            self._build(job)
         except BaseException:
             self._close("stopped")
             raise
         return self
 
-    def _build(self, run: RunDir) -> None:
+    def _build(self, job: Job) -> None:
         spec, rank = self._spec, self.rank
         check_same(self._module, rank)
         training = self._training = Training(self._module, self._optimizer, self._trained, spec, rank)
-        job = Job(spec, run, self._fingerprint, self._attempt)
+        self._host.built(self._module, training.shards, self._optimizer)
 
         def divide(ids: Any, of_rank: int, world: int) -> Any:
             return share(ids, of_rank, world, self._micro_batch)
@@ -181,7 +155,7 @@ class Session:
             self._at,
             TrainState(self._module, self._optimizer, training.shards, training.frozen),
             precision=Precision(spec.precision, rank.device),
-            bad_steps=BadStepCheck(spec, training.mesh, run, self._attempt, self._module, self._reporter, divide),
+            bad_steps=BadStepCheck(spec, training.mesh, job.run, self._attempt, self._module, self._reporter, divide),
             noise=None,
             fingerprint=self._fingerprint,
             total=self._total,
@@ -198,15 +172,17 @@ class Session:
                 training.loaded()
         except SpecChanged as error:
             raise SpecChanged(error.message, "give the session the arguments of before, or another name") from error
+        self._host.loaded()
         self._checkpoints.open()
         self._saves = True
         self.number = self._at.step
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's micro-batches of the steps that are left."""
-        spec, rank, first = self._spec, self.rank, self._at.step
-        while self._at.step < self._total:
+        spec, rank, first, heartbeat = self._spec, self.rank, self._at.step, self._host.heartbeat
+        while self._at.step < self._total and not self._stops:
             self.number = self._at.step + 1
+            heartbeat.step(self.number)
             begun = time.perf_counter()
             ids, after = self._samples.next(self._at.cursor)
             if self._at.step == first and self._samples.state is not None:
@@ -214,6 +190,8 @@ class Session:
             self._step = _Step(ids, after, begun, time.perf_counter() - begun)
             mine = share(ids, rank.rank, rank.world_size, self._micro_batch)
             for index, part in enumerate(mine):
+                if index:
+                    heartbeat.enter("data")
                 began = time.perf_counter()
                 self.counts = len(part) > 0
                 part = part if self.counts else ids[: self._micro_batch]
@@ -222,6 +200,7 @@ class Session:
                 self._last, self._backward, self._stepped = index == len(mine) - 1, False, False
                 self._training.begin(self.number)
                 self._step.read += time.perf_counter() - began
+                heartbeat.enter("forward")
                 yield made
                 if not (self._backward and self._stepped):
                     missed = "step" if self._backward else "backward"
@@ -243,6 +222,7 @@ class Session:
             )
         if self._backward:
             raise UsageError("backward() was called twice for one batch", "add the losses, and call it once")
+        self._host.heartbeat.enter("backward")
         self._training.backward(loss, weight if self.counts else 0.0, self._last)
         self._backward = True
 
@@ -266,8 +246,11 @@ class Session:
     def _update(self) -> None:
         at, step = self._at, self._step
         sums = self._training.reduce()
-        checkpoints = self._manager()
+        checkpoints, heartbeat = self._manager(), self._host.heartbeat
+        self._host.before_update()
+        heartbeat.enter("save")  # it may wait until a copy of the state is complete
         checkpoints.before_update()
+        heartbeat.enter("update")
         lr = float(self._optimizer.param_groups[0]["lr"])
         self._training.update(sums)
         if isinstance(self._scheduler, ReduceLROnPlateau):
@@ -294,15 +277,28 @@ class Session:
                     samples_hash=samples_hash(step.ids),
                 )
             )
-        checkpoints.stepped(seconds, False)
+        heartbeat.stepped(seconds - step.read)
+        first = self._host.first_step(at.step)
+        checkpoints.stepped(seconds, first)
+        if first:
+            checkpoints.prepare()
         ending = at.step == self._total
-        if checkpoints.due(at.step, ending):
+        due = checkpoints.due(at.step, ending)
+        self._stops, copies = self._host.agree(checkpoints.vote(due))
+        heartbeat.enter("save")
+        if due:
             self._save(ending)
+        elif copies:
+            self._save(ending, to_memory=True)
+        heartbeat.step(at.step + 1)  # the script's code after a step has no time limit: it may evaluate
 
-    def _save(self, ending: bool) -> None:
+    def _save(self, ending: bool, to_memory: bool = False) -> None:
         if self._samples.state is not None:
             self._samples.state.check_same(self.rank)
-        self._manager().save(ending)
+        if to_memory:
+            self._manager().snapshot()
+        else:
+            self._manager().save(ending)
 
     def _manager(self) -> CheckpointManager:
         if self._checkpoints is None:
@@ -314,30 +310,26 @@ class Session:
         status = "stopped"
         try:
             if error is None:
+                self._host.heartbeat.enter("end")
                 if self._at.step < self._total:
                     self._training.meet(leaves=True)  # names the ranks that leave alone
                 self._training.end()
                 if 0 < self._at.step < self._total:
                     self._save(True)
                 self._manager().finish()
-                status = "finished" if self._at.step == self._total else "paused"
+                ends = "interrupted" if self._stops else "paused"
+                status = "finished" if self._at.step == self._total else ends
         finally:
             self._close(status)
         if error is None:
-            distributed.stop(self.rank)
+            self._host.leave()
 
     def _close(self, status: str) -> None:
         global _open
         _open = None
         if self._checkpoints is not None and self._saves:
             self._checkpoints.close()
-        if self._reporter:
-            self._reporter.close()
-        if self._log:
-            with contextlib.suppress(StorageError):
-                self._log.end(status, self._at.step)
-        if self._lease:
-            self._lease.release()
+        self._host.close(Outcome(status, self._at.step, self._at.loss, None))
 
 
 @dataclass(slots=True)
