@@ -170,7 +170,9 @@ def _kept(window: Window) -> Iterator[Slow]:
     """Ranks that are named without any noise: those that were held from outside for LEAST_LOST of the time, and those that a CPU
     quota kept back for that long while they computed longer than their peers."""
     ranks = window.keys("rank")
-    quota = window.recent("rank", "throttled_seconds")
+    quota, held = window.recent("rank", "throttled_seconds"), window.held
+    if max(np.nan_to_num(quota).max(initial=0.0), np.nan_to_num(held).max(initial=0.0)) < LEAST_LOST:
+        return
     for rows in _stages(window):
         shares = window.share("compute")[rows]
         own = np.nan_to_num(shares[:, -RECENT:].mean(axis=1))
@@ -182,7 +184,7 @@ def _kept(window: Window) -> Iterator[Slow]:
             capped = (
                 float(quota[row] - np.median(others[~np.isnan(others)])) if (~np.isnan(others)).any() else quota[row]
             )
-            lost = max(float(np.nan_to_num(window.held[row])), min(float(np.nan_to_num(capped)), float(more)))
+            lost = max(float(np.nan_to_num(held[row])), min(float(np.nan_to_num(capped)), float(more)))
             if lost >= LEAST_LOST:
                 times = float(own[i] / max(usual, 0.05)) if own[i] > 0 else float("nan")
                 yield Slow("slow_compute", ranks[row], row, tuple(rows[j] for j in peers), lost, times, 0.0)
@@ -222,7 +224,7 @@ def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]
     few = max(FEW / known, 1.0) if known >= RECENT - 1 else float("inf")
     found = {}
     for i in range(len(own)):
-        if np.isnan(last[i]).any():
+        if not last[i].mean() >= few * LEAST_LOST:  # NaN is not, either
             continue
         enough = max(few * LEAST_LOST + float(np.median(np.delete(crowded, i))), few * SIGMAS * noise)
         lost = float(last[i].mean())

@@ -34,6 +34,7 @@ from raydist.faults import (
     KillAgent,
     KillDriver,
     KillMonitor,
+    Leak,
     LossSpike,
     MemoryHog,
     NoDescriptors,
@@ -96,6 +97,7 @@ HICCUPS: list[Fault] = [
     OneWayCut(rank=1, step=49, seconds=0.3),
     SlowDisk(rank=0, step=33, seconds=0.3, bytes_per_s=1 << 18),
     Garbage(rank=1, step=34, objects=1000),
+    Leak(rank=1, step=35, steps=3),
     SlowRank(rank=0, step=35, seconds=0.05, steps=2),
 ]
 """Faults after which the attempt continues."""

@@ -51,7 +51,7 @@ class Options(Part):
 
     project: str | None = Field(None, description="Name of the project; default: raydist.")
     entity: str | None = Field(None, description="User or team; default: that of the API key.")
-    group: str | None = Field(None, description="Group of the W&B run.")
+    group: str | None = Field(None, description="Group of the W&B run; default for a sweep's cell: the sweep's name.")
     tags: list[str] | None = Field(None, description="Tags of the W&B run.")
     mode: Literal["online", "offline"] | None = Field(
         None, description="offline: files for `wandb sync` alone; default: $WANDB_MODE of the driver, or online."
