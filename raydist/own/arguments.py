@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from raydist.errors import RaydistError, UserError
 from raydist.spec import JobSpec, parse
@@ -40,6 +42,18 @@ def job_of(
         raise UserError(error.message, error.hint) from error
 
 
+def plain_module(model: nn.Module) -> nn.Module:
+    """The module whose names checkpoints have: the one that torch.compile has wrapped. Raises UserError for other wrappers."""
+    module = getattr(model, "_orig_mod", model)
+    if isinstance(module, DistributedDataParallel | FSDPModule):
+        raise UserError(
+            f"model: it is distributed already: {type(module).__name__}",
+            "give the model itself: the session distributes it",
+        )
+    assert isinstance(module, nn.Module)
+    return module
+
+
 def trained_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer updates, by name."""
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -56,10 +70,17 @@ def trained_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return wanted
 
 
-def check_splits(strategy: str, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError where the strategy cannot split the state of these parameters over ranks."""
+def check_splits(
+    strategy: str, model: nn.Module, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    """Raises UserError where the strategy cannot split the state of the model's parameters over ranks. `model`: as it is called."""
     if strategy == "ddp":
         return
+    if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules()):
+        raise UserError(
+            f"model: it is compiled whole, and with strategy: {strategy} ranks send each other weights between its blocks",
+            "compile what the blocks compute, block.forward = torch.compile(block.forward), or use strategy: ddp",
+        )
     if type(optimizer).__name__ in _BY_MATRIX:
         raise UserError(
             f"optimizer: {type(optimizer).__name__} does not update each element by itself, and strategy: {strategy} gives each "

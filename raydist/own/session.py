@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 from raydist.data.batches import Cursor, samples_hash, share
 from raydist.data.order import IntArray
 from raydist.errors import SpecChanged, UsageError, UserError
-from raydist.own.arguments import job_of, trained_by
+from raydist.own.arguments import check_splits, job_of, plain_module, trained_by
 from raydist.own.host import host
 from raydist.own.samples import STREAM, samples_of
 from raydist.own.state import ValueState
@@ -101,8 +101,10 @@ class Session:
         collate: Callable[[list[Any]], Any],
     ) -> None:
         self.model, self._optimizer, self._collate = model, optimizer, collate
+        self._module = plain_module(model)
         self._spec, self._micro_batch, self._storage = spec, micro_batch, storage
-        self._trained = trained_by(model, optimizer)
+        self._trained = trained_by(self._module, optimizer)
+        check_splits(spec.parallel.strategy, model, self._trained, optimizer)
         self._samples = samples_of(dataset, spec.train.global_batch, spec.train.seed)
         self._fingerprint = self._samples.fingerprint
         self._scheduler = scheduler
@@ -139,9 +141,9 @@ class Session:
 
     def _build(self, job: Job) -> None:
         spec, rank = self._spec, self.rank
-        check_same(self.model, rank)
-        training = self._training = Training(self.model, self._optimizer, self._trained, spec, rank)
-        self._host.built(self.model, training.shards, self._optimizer)
+        check_same(self._module, rank)
+        training = self._training = Training(self._module, self._optimizer, self._trained, spec, rank)
+        self._host.built(self._module, training.shards, self._optimizer)
 
         def divide(ids: Any, of_rank: int, world: int) -> Any:
             return share(ids, of_rank, world, self._micro_batch)
@@ -151,9 +153,9 @@ class Session:
             rank,
             self._reporter,
             self._at,
-            TrainState(self.model, self._optimizer, training.shards, training.frozen),
+            TrainState(self._module, self._optimizer, training.shards, training.frozen),
             precision=Precision(spec.precision, rank.device),
-            bad_steps=BadStepCheck(spec, training.mesh, job.run, self._attempt, self.model, self._reporter, divide),
+            bad_steps=BadStepCheck(spec, training.mesh, job.run, self._attempt, self._module, self._reporter, divide),
             noise=None,
             fingerprint=self._fingerprint,
             total=self._total,

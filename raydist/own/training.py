@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from raydist import registry
 from raydist.errors import GraphMismatch, NonFinite, TrainingStopped, UserError
-from raydist.own.arguments import check_splits, give_shards
+from raydist.own.arguments import give_shards
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 from raydist.worker.lora import frozen_shards
@@ -42,8 +42,7 @@ class Sums:
 
 
 class Training:
-    """Distributes the model. A collective. `trained`: its parameters, which the optimizer has. Raises UserError for a model or an
-    optimizer that the strategy cannot split."""
+    """Distributes the model. A collective. `trained`: its parameters, which the optimizer has."""
 
     def __init__(
         self,
@@ -57,7 +56,6 @@ class Training:
         self._model, self._optimizer, self._rank, self._clip = model, optimizer, rank, spec.optim.clip
         self.mesh = Mesh(rank)
         self._splits = strategy != "ddp" and rank.world_size > 1
-        check_splits(strategy, trained, optimizer)
         if self._splits:
             for p in trained.values():
                 p.data = p.data.contiguous()  # rows of it are sent

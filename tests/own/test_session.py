@@ -1,6 +1,6 @@
 """A user's own loop: real ranks over gloo that find each other by Open MPI's variables, and one of them is really killed.
 
-Over a minute: eight processes that import torch, which takes seconds of processor time each. All that needs no kill is in one pair.
+Over a minute: three pairs of processes that import torch. All that needs no kill is in one pair.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ import torch
 import raydist.own as rd
 from raydist.errors import GraphMismatch, SpecChanged, UsageError, UserError
 from raydist.own.launcher import translate
-from tests.own import strategies_of_a_user as user
-
-SCRIPT = Path(__file__).with_name("loop_of_a_user.py")
+from tests.own import loops_of_a_user as user
 
 
-def run(*args: object, script: Path = SCRIPT, world: int = 2) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each rank."""
+def run(*args: object, world: int = 2) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each rank of loops_of_a_user.py."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -34,7 +32,7 @@ def run(*args: object, script: Path = SCRIPT, world: int = 2) -> list[tuple[int,
     for rank in range(world):
         launcher = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world)}
         env = {**os.environ, **launcher, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(script), *map(str, args)]
+        command = [sys.executable, user.__file__, *map(str, args)]
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
         told = [rank.communicate(timeout=300) for rank in ranks]
@@ -46,34 +44,33 @@ def run(*args: object, script: Path = SCRIPT, world: int = 2) -> list[tuple[int,
     return [(rank.returncode, *text) for rank, text in zip(ranks, told, strict=True)]
 
 
-def outcomes(*args: object, **more: Any) -> list[dict[str, Any]]:
+def outcomes(*args: object) -> list[dict[str, Any]]:
     """What each rank of a run that ends well has printed."""
-    ended = run(*args, **more)
+    ended = run(*args)
     assert [code for code, _, _ in ended] == [0, 0], ended
     return [json.loads(out) for _, out, _ in ended]
 
 
-def test_a_killed_rank_changes_no_bit(tmp_path: Path) -> None:
-    """Each sample is trained once in an epoch; after a SIGKILL the script, run again, ends with the bits of an undisturbed one."""
-    whole = outcomes(tmp_path / "whole", 0)
-    assert sorted(whole[0]["ids"] + whole[1]["ids"]) == list(range(103))
-    assert len(whole[0]["losses"]) == 11
-    assert whole[0]["losses"] == whole[1]["losses"]
-    assert whole[0]["weights"] == whole[1]["weights"]
-    killed = run(tmp_path / "killed", 7)
-    assert killed[1][0] == -signal.SIGKILL
-    assert killed[0][0] > 0, killed
-    again = outcomes(tmp_path / "killed", 0)
-    made = again[0]["losses"]
-    assert made == whole[0]["losses"][4:]  # it went on from the checkpoint of step 4
-    assert [rank["weights"] for rank in again] == [rank["weights"] for rank in whole]
-
-
 @pytest.fixture(scope="module")
 def sessions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """(storage, what each rank has printed) of strategies_of_a_user.py."""
+    """(storage, what each rank has printed) of all sessions."""
     storage = tmp_path_factory.mktemp("sessions")
-    return storage, outcomes(storage, script=Path(user.__file__))
+    return storage, outcomes(storage)
+
+
+def test_a_killed_rank_changes_no_bit(sessions: tuple[Path, list[dict[str, Any]]]) -> None:
+    """With dropout, random transforms, running statistics and split gradients: after a SIGKILL the script, run again, goes on from
+    the newest checkpoint, and ends with the bits of an undisturbed run."""
+    storage, ranks = sessions
+    whole = ranks[0]["noisy"][0]
+    assert len(whole["losses"]) == user.STEPS
+    assert whole["losses"] == ranks[1]["noisy"][0]["losses"]
+    killed = run(storage, "killed", 5)
+    assert killed[1][0] == -signal.SIGKILL
+    assert killed[0][0] > 0, killed
+    again = outcomes(storage, "killed", 0)
+    assert again[0]["losses"] == whole["losses"][4:]
+    assert [rank["weights"] for rank in again] == [whole["weights"]] * 2
 
 
 def losses(runs: list[dict[str, Any]]) -> list[float]:
@@ -142,16 +139,26 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
         small(tmp_path, strategy="zreo3")
     with pytest.raises(UserError, match="optimizer: Adafactor does not update each element by itself"):
         model = torch.nn.Linear(1, 1)
-        with rd.session(
-            model,
-            torch.optim.Adafactor(model.parameters()),
+        rd.session(model, torch.optim.Adafactor(model.parameters()), [1], steps=1, batch=1, strategy="zero1")
+    with pytest.raises(UserError, match="model: it is compiled whole, and with strategy: zero3"):
+        rd.session(
+            torch.compile(model, backend="eager"),
+            torch.optim.SGD(model.parameters()),
             [1],
             steps=1,
             batch=1,
-            storage=str(tmp_path / "e"),
-            strategy="zero1",
-        ):
-            pass
+            strategy="zero3",
+        )
+    with pytest.raises(UserError, match="optimizer: it has state of steps before the session"):
+        used = torch.optim.SGD(model.parameters(), momentum=0.9)
+        model(torch.ones(1)).backward()
+        used.step()
+        rd.session(model, used, [1], steps=1, batch=1, strategy="zero2")
+    with pytest.raises(UserError, match=r"trains parameters in float32, not weight \(float64\)"):
+        double = torch.nn.Linear(1, 1).double()
+        rd.session(double, torch.optim.SGD(double.parameters()), [1], steps=1, batch=1, strategy="zero1")
+    with pytest.raises(UserError, match="scheduler: it is of another optimizer"):
+        small(tmp_path, scheduler=torch.optim.lr_scheduler.StepLR(used, 1))
     with pytest.raises(UserError, match="micro_batch: 0"):
         small(tmp_path, micro_batch=0)
     with pytest.raises(UserError, match="optimizer: it does not have bias"):
@@ -193,6 +200,25 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="rank 0 has not called backward"), small(tmp_path / "c") as s:
         for _ in s:
             pass
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
+    """A checkpoint of either is continued by the other. The compiler of torch's eager mode: the wrapper is what counts."""
+    made = []
+    for compiled in (True, False):
+        torch.manual_seed(1)
+        model: Any = torch.nn.Linear(1, 1)
+        model = torch.compile(model, backend="eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with rd.session(model, optimizer, [1.0, 2.0, 3.0], steps=4, batch=2, storage=str(tmp_path)) as s:
+            for x in s:
+                if compiled and s.number == 3:
+                    break
+                s.backward(s.model(x.float()[:, None]).square().mean(), weight=len(x))
+                s.step()
+        made += s.losses
+    assert len(made) == 4
+    assert made[3] < made[0]
 
 
 def test_launchers_variables() -> None:

@@ -1,10 +1,15 @@
-"""Sessions of two ranks, one after another, in one pair of processes. Argument: the storage. Prints JSON: what each has made."""
+"""Sessions of two ranks, one after another, in one pair of processes. Prints JSON: what each has made.
+
+Arguments: the storage; then, if one session alone is to be made, its name, and the step in which the last rank is killed.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +19,7 @@ from torch import nn
 
 import raydist.own as rd
 from raydist.errors import TrainingStopped, UserError
+from raydist.run.directory import RunDir
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 SAMPLES, BATCH, STEPS = 25, 8, 6
@@ -36,6 +42,17 @@ class Net(nn.Module):
             x_BF = x_BF + block(x_BF).tanh()
         made: torch.Tensor = self.last(x_BF)
         return made
+
+
+class Drawn:
+    """Samples that are drawn anew each time, as random transforms do it."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> Any:
+        index, x, wanted = data()[number]
+        return index, x + 0.1 * torch.randn(6), wanted
 
 
 class Stream:
@@ -69,12 +86,19 @@ def data() -> Any:
 
 
 def trained(
-    storage: str, name: str, strategy: str, until: int | None = None, dataset: Any = None, leaves: int | None = None
+    storage: str,
+    name: str,
+    strategy: str,
+    until: int | None = None,
+    dataset: Any = None,
+    leaves: int | None = None,
+    model: Any = None,
+    killed_at: int | None = None,
 ) -> dict[str, Any]:
     """A session that all ranks leave in step `until`, or rank `leaves` alone: its losses, last rate, weights, and this rank's
     samples."""
     torch.manual_seed(5)
-    model = Net()
+    model = (model or Net)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     ids, rates = [], []
@@ -90,16 +114,23 @@ def trained(
         clip=1.0,
         strategy=strategy,
         scheduler=scheduler,
+        every=2,
     ) as s:
         for index, x, wanted in s:
             if s.number == until and leaves in (None, s.rank.rank):
                 break
+            if s.number == killed_at and s.rank.rank == s.rank.world_size - 1:
+                while RunDir(f"{storage}/{name}").newest_step() != killed_at - 1:  # it is saved in the background
+                    time.sleep(0.05)
+                os.kill(os.getpid(), signal.SIGKILL)
+            s.model.train(len(index) > 1)  # batch norm has no variance of one sample
             s.backward((s.model(x) - wanted).square().mean(), weight=len(index))
             rates.append(optimizer.param_groups[0]["lr"])
             s.step()
             ids += index.tolist() if s.counts else []
     # Of zero3 a rank has some rows of each weight; of the others all, as they are after the last step.
-    weights = [] if strategy == "zero3" else [p.detach().double().sum().item().hex() for p in model.parameters()]
+    state = model.state_dict().values()
+    weights = [] if strategy == "zero3" else [value.double().sum().item().hex() for value in state]
     return {"losses": [loss.hex() for loss in s.losses], "ids": ids, "rate": rates[-1], "weights": weights}
 
 
@@ -113,11 +144,23 @@ def refused(*args: Any, **more: Any) -> str:
     return "it was trained"
 
 
+def noisy(storage: str, name: str, killed_at: int | None = None) -> dict[str, Any]:
+    """With all that draws random numbers, and with running statistics."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1))
+
+    return trained(storage, name, "zero2", dataset=Drawn(), model=build, killed_at=killed_at)
+
+
 def main() -> None:
-    """All sessions."""
-    storage = sys.argv[1]
+    """All sessions, or one."""
+    storage, *one = sys.argv[1:]
     torch.set_num_threads(1)
-    made: dict[str, Any] = {}
+    if one:
+        print(json.dumps(noisy(storage, one[0], int(one[1]))))
+        return
+    made: dict[str, Any] = {"noisy": [noisy(storage, "noisy")]}
     for strategy in STRATEGIES:
         made[strategy] = [trained(storage, strategy, strategy)]
         made[f"{strategy} paused"] = [trained(storage, f"{strategy}-paused", strategy, until) for until in (4, None)]
@@ -128,6 +171,7 @@ def main() -> None:
     made["left"] = [refused(storage, f"left-{strategy}", strategy, 3, leaves=1) for strategy in ("ddp", "zero3")]
     apart = Stream([*data()][int(os.environ["RANK"]) :])
     made["apart"] = refused(storage, "apart", "ddp", None, apart)
+    assert "ray" not in sys.modules
     print(json.dumps(made))
 
 
