@@ -1,6 +1,6 @@
 """Jobs on a real cluster, started by `ray start --head`: by `raydist submit`, by `ray job submit`, and by address.
 
-Over a minute: seven jobs, each with a driver that Ray's jobs API starts.
+Over a minute: eight jobs, each with a driver that Ray's jobs API starts.
 """
 
 from __future__ import annotations
@@ -159,6 +159,16 @@ def test_ray_job_submit(project: Any, cluster: dict[str, str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(s for s in done.stdout.splitlines() if s.startswith('{"run"'))
     assert json.loads(line)["status"] == "finished"
+
+
+def test_a_users_loop_by_address(project: Any, cluster: dict[str, str]) -> None:
+    """`raydist run` ships the working directory, with the script, and trains there; a rank is killed by --faults."""
+    (project.root / "kill.yaml").write_text("- {fault: kill, rank: 1, step: 3}\n")
+    options = ["--faults", "kill.yaml", "--workers", "2", "--name", "own-cluster", "--address", cluster["gcs"]]
+    done = project.raydist("run", "loop.py", *options, "--", "5", "sound", env=TOKEN)
+    assert done.returncode == 0, done.stderr
+    assert (project.show("own-cluster")["status"], len(project.steps("own-cluster"))) == ("finished", 5)
+    assert [(e["rank"], e["fault"]) for e in project.events("own-cluster", "failure")] == [(1, "worker_died")]
 
 
 def test_what_a_cluster_refuses(project: Any, cluster: dict[str, str]) -> None:
