@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raydist.api.command import Command
 from raydist.api.runs import POLL_S, Run
 from raydist.api.sweeps import Sweep
+from raydist.errors import UsageError
 from raydist.run.directory import Folder, RunDir, check_name, default_storage
 from raydist.storage import Storage
 
@@ -36,6 +37,7 @@ def train(
     fresh: bool = False,
     allow_spec_change: bool = False,
     faults: str | Path | None = None,
+    dashboard: bool = False,
     wait: bool = True,
 ) -> Run:
     """Trains a job, as `raydist train` does, and returns its run. The same call again resumes it.
@@ -43,13 +45,19 @@ def train(
     `spec`: a YAML file, its content as a dict, or a JobSpec; `set`: dotted field -> value. The other arguments are the command's
     options. With `wait` it returns when the run has ended, and the run ends, after a checkpoint, if this process does; a
     KeyboardInterrupt stops it in the same way. Without, it returns once the run's driver has taken it; the run then goes on
-    whatever happens to this process, until `Run.stop`.
+    whatever happens to this process, until `Run.stop`. `dashboard` serves the run's live page to this machine meanwhile, and prints
+    its address on stderr, so it needs `wait`.
 
     Raises SpecError for a wrong job, other UserErrors if it cannot be trained here, and TrainingStopped with its root cause if it
     ended before its last step.
     """
     from raydist.spec import dump
 
+    if dashboard and not wait:
+        raise UsageError(
+            "dashboard=True with wait=False: the address of the page would be printed nowhere",
+            "leave out one of them; `raydist dashboard STORAGE` shows the run, too",
+        )
     job = _job(spec, set or {})
     folder = RunDir(Storage(storage or default_storage()).at(check_name(name or job.name)))
     options = [
@@ -59,6 +67,7 @@ def train(
         *(["--fresh"] if fresh else []),
         *(["--allow-spec-change"] if allow_spec_change else []),
         *(["--faults", str(faults)] if faults is not None else []),
+        *(["--dashboard"] if dashboard else []),
     ]
     with _in_memory(dump(job).encode()) as file:
         before = _number(folder)

@@ -107,4 +107,6 @@ def test_a_wrong_job_is_an_error_here(tmp_path: Path) -> None:
     ):
         with pytest.raises(SpecError, match=text):
             raydist.train(spec, set=given, storage=str(tmp_path))
+    with pytest.raises(UsageError, match="dashboard=True with wait=False"):
+        raydist.train(job, storage=str(tmp_path), dashboard=True, wait=False)
     assert not (tmp_path / "gpt").exists()

@@ -5,6 +5,7 @@ Over a minute: it starts three drivers, two of them from a notebook's kernel.
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,15 @@ def test_a_run_goes_on_alone_until_it_is_stopped(project: Any, monkeypatch: pyte
     assert [saved["step"] for saved in run.checkpoints] == [run.show()["steps"]]
     with pytest.raises(DataError, match="nowhere"):
         raydist.train("job.yaml", set={"data.path": "nowhere", "model.name": "gpt"}, name="no-data", wait=False)
+
+
+def test_its_live_page(project: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`dashboard=True` prints the address of the run's page, with its token, while the call waits."""
+    monkeypatch.chdir(project.root)
+    monkeypatch.setenv("RAYDIST_STORAGE", str(project.runs))
+    given = {"model.name": "gpt", "train.steps": 2, "checkpoint.every": 2}
+    assert raydist.train("job.yaml", set=given, name="shown", dashboard=True).status == "finished"
+    assert re.search(r"http://127\.0\.0\.1:\d+/run/0/shown\?token=[\w-]{43}\n", capsys.readouterr().err)
 
 
 def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
