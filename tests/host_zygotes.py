@@ -128,12 +128,14 @@ def _become_parent(told: int, serve: str, preload: Sequence[str], address: str) 
 
 
 def _prepare(context: dict[str, object]) -> bool:
-    """Makes this process what a runtime environment says; False if Ray has to."""
+    """Makes this process what a runtime environment says; False if Ray has to, also for a folder with a raydist of its own."""
     match context.get("command_prefix") or []:
         case []:
             folder = None
         case ["cd", str(quoted), "&&"]:
             (folder,) = shlex.split(quoted)
+            if os.path.exists(os.path.join(folder, "raydist")):
+                return False
         case _:
             return False
     if context.get("override_worker_entrypoint") or context.get("py_executable", sys.executable) != sys.executable:

@@ -199,7 +199,7 @@ class Host:
         return process
 
     def run(
-        self, command: Sequence[str], *, input: str = "", timeout: float = 60, **kwargs: Any
+        self, command: Sequence[str], *, input: str = "", timeout: float = 240, **kwargs: Any
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command in this host to its end. Raises subprocess.TimeoutExpired, after killing the command.
 
@@ -525,9 +525,10 @@ def _watch(address: str) -> None:
         print(json.dumps({n.node_id.hex(): (n.node_manager_address, n.state == 0) for n in nodes}), flush=True)
 
 
-def _ray() -> None:
-    """Ray's command line, but no host has a dashboard, its agents, or a server for Ray's client, and a raylet waits for no agent:
-    it would end if a busy machine takes more than 30 s to start them. Workers are forked where the host has a zygote for them."""
+def _ray(whole: bool) -> None:
+    """Ray's command line, whose workers are forked where the host has a zygote for them, without a server for Ray's client. Unless
+    `whole`, no host has a dashboard or its agents, and a raylet waits for no agent: it would end if a busy machine takes more than
+    30 s to start them."""
     from ray._private.node import Node
     from ray.scripts.scripts import main
 
@@ -538,16 +539,20 @@ def _ray() -> None:
     def starting(node: Any, *args: Any, **options: Any) -> None:
         if ray_worker.VARIABLE in os.environ:
             node._ray_params.setup_worker_path = host_zygotes.__file__
-        with prepared_agents(node, on_demand=(DASHBOARD_AGENT,), metrics=False):
+        with contextlib.nullcontext() if whole else prepared_agents(node, on_demand=(DASHBOARD_AGENT,), metrics=False):
             start(node, *args, **options)
 
     Node.start_raylet = starting
-    Node.start_api_server = Node.start_ray_client_server = lambda *_, **__: None
+    Node.start_ray_client_server = lambda *_, **__: None
+    if not whole:
+        Node.start_api_server = lambda *_, **__: None
     main()
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "start":
-        _ray()
+    if sys.argv[1] in ("start", "start-whole"):
+        whole = sys.argv[1] != "start"
+        sys.argv[1] = "start"
+        _ray(whole)
     else:
         _watch(sys.argv[1])

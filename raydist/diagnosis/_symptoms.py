@@ -20,6 +20,9 @@ CROWDED = 0.5
 """And so much of the time that the peers themselves are ready to run and have no processor: on a crowded host who is late changes
 by chance. On two cores with five other users, two healthy ranks lacked a processor for 0.35 to 0.57 of the time, and one was behind
 by up to 0.2 for 12 s."""
+BUSY, PATIENCE = 0.1, 2
+"""If its peers lack a processor for BUSY of the time, a rank must be late for PATIENCE times RECENT parts: what other users of a
+host take from one rank comes and goes."""
 RATIO = 1.25
 """A slow rank needs this many times as long as the median of its peers."""
 SIGMAS = 4.0
@@ -34,8 +37,8 @@ COMMON = {
         "three times what a change of the host's load costs for 12 s (docs/explanation/doctor.md)",
     ),
     "crowded": (
-        f"and {CROWDED:g} of the time that its peers have no processor",
-        "two healthy ranks on a crowded host: up to 0.35",
+        f"and {CROWDED:g} of the time that its peers have no processor; if that is {BUSY:g} or more, for {PATIENCE} times as long",
+        "two healthy ranks on a crowded host: up to 0.35; benchmarks/doctor.py --held-back: 1 of 72 healthy runs without it",
     ),
     "times": (
         f"{RATIO:g} times the median of its peers",
@@ -218,18 +221,22 @@ def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]
     """[R, N] shares of time -> those ranks that take clearly longer than their peers: lost, times, noise. `crowded`: [R], by what
     the limit of a rank rises if its peers have it."""
     middle = _lower_median(own)
-    last = (own - middle)[:, -RECENT:]
+    apart = own - middle
     noise, others = _noise(own), float(np.mean(middle[-RECENT:]))
-    known = int((~np.isnan(np.diff(own - middle, axis=1))).sum(axis=1).min())
+    known = int((~np.isnan(np.diff(apart, axis=1))).sum(axis=1).min())
     few = max(FEW / known, 1.0) if known >= RECENT - 1 else float("inf")
     found = {}
     for i in range(len(own)):
-        if not last[i].mean() >= few * LEAST_LOST:  # NaN is not, either
+        lost = float(apart[i, -RECENT:].mean())
+        if not lost >= few * LEAST_LOST:  # NaN is not, either
             continue
-        enough = max(few * LEAST_LOST + float(np.median(np.delete(crowded, i))), few * SIGMAS * noise)
-        lost = float(last[i].mean())
+        crowd = float(np.median(np.delete(crowded, i)))
+        parts = RECENT * (PATIENCE if crowd >= CROWDED * BUSY else 1)
+        last = apart[i, -parts:]
+        enough = max(few * LEAST_LOST + crowd, few * SIGMAS * noise)
+        steady = len(last) == parts and (last >= STEADY * enough).sum() >= parts * (RECENT - 1) / RECENT
         times = float(own[i, -RECENT:].mean()) / max(others, 0.05)
-        if lost >= enough and times >= RATIO and (last[i] >= STEADY * enough).sum() >= RECENT - 1:
+        if steady and min(lost, float(last.mean())) >= enough and times >= RATIO:
             found[i] = lost, times, noise
     return found
 

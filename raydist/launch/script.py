@@ -1,6 +1,7 @@
 """A user's own script as a rank of `raydist run`: executes it, and holds what its session needs of the rank.
 
-Runs in: the rank's process, called by rank_main.py. Torch, never ray. The session (raydist/own) reads `current`.
+Runs in: the rank's process, called by rank_main.py. Imports neither torch nor ray: the agent imports this, too. The session
+(raydist/own) reads `current`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raydist.errors import TrainingStopped, UserError
-from raydist.ipc.heartbeat import Heartbeat
-from raydist.worker.attempt import Job, Outcome
-from raydist.worker.distributed import Rank
-from raydist.worker.metrics.reporter import Reporter
-from raydist.worker.metrics.startup_timing import Startup
-from raydist.worker.metrics.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from raydist.ipc.heartbeat import Heartbeat
+    from raydist.worker.attempt import Job, Outcome
+    from raydist.worker.distributed import Rank
+    from raydist.worker.metrics.reporter import Reporter
+    from raydist.worker.metrics.startup_timing import Startup
+    from raydist.worker.metrics.telemetry import Telemetry
 
 
 @dataclass(slots=True)

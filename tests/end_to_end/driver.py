@@ -28,7 +28,7 @@ from typing import Any, TextIO
 import psutil
 
 REPOSITORY = Path(__file__).parents[2]
-START_S, END_S = 120, 30
+END_S = 240
 
 
 class Warm:
