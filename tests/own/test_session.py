@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import raydist.own as rd
 from raydist.errors import GraphMismatch, SpecChanged, UsageError, UserError
 from raydist.own.launcher import translate
+from raydist.own.state import from_json, to_json
 from tests.own import loops_of_a_user as user
 
 
@@ -219,6 +221,31 @@ def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None
         made += s.losses
     assert len(made) == 4
     assert made[3] < made[0]
+
+
+def test_states_are_json_and_come_back() -> None:
+    """With the types that they have; what is not plain is named."""
+    generator = torch.Generator().manual_seed(1)
+    state = {
+        "plain": [1, 0.1, True, None, "a", float("-inf")],
+        3: (b"\x00\xff", (), {}),
+        "milestones": Counter({2: 1}),
+        "generator": generator.get_state(),
+        "empty": torch.zeros(2, 0),
+        "half": torch.tensor(1.5, dtype=torch.bfloat16),
+    }
+    back = from_json(json.loads(json.dumps(to_json(state))))
+    for name in ("generator", "empty", "half"):
+        wanted = state.pop(name)
+        assert torch.equal(back[name], wanted)
+        assert back.pop(name).dtype == wanted.dtype
+    assert back == state
+    assert type(back["milestones"]) is Counter
+    with pytest.raises(TypeError, match=r"a torch\._C\.Generator"):
+        to_json({"a": [generator]})
+    for wrong in ({"tensor": ["load", [0], ""]}, {"pickle": ""}):
+        with pytest.raises(ValueError, match="no "):
+            from_json(wrong)
 
 
 def test_launchers_variables() -> None:
