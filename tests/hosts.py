@@ -54,6 +54,7 @@ LEAN = {
     "RAY_worker_maximum_startup_concurrency": "4",
     # On a busy machine a raylet needs longer than 30 s, after which `ray start` fails.
     "RAY_raylet_start_wait_time_s": "150",
+    "RAY_agent_register_timeout_ms": "240000",
 }
 """Settings of Ray's processes that make a cluster start sooner, and need less CPU time."""
 

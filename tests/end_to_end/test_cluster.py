@@ -80,6 +80,12 @@ def cluster() -> Iterator[dict[str, str]]:
             head = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=log, stderr=log, start_new_session=True)
         try:
             _answers(f"http://127.0.0.1:{dashboard}/api/version", head, f"{temp}/head.log")
+            # Jobs need the node's agents, for which its raylet waits. On a busy machine the dashboard answers long before.
+            deadline = time.monotonic() + 240
+            while "Ray runtime started" not in (told := Path(temp, "head.log").read_text()):
+                assert head.poll() is None, told
+                assert time.monotonic() < deadline, told
+                time.sleep(0.1)  # the head writes it
             yield {"gcs": f"127.0.0.1:{gcs}", "jobs": f"http://127.0.0.1:{dashboard}"}
             assert head.poll() is None, f"the head has ended meanwhile:\n{Path(temp, 'head.log').read_text()}"
         finally:
