@@ -1,7 +1,8 @@
 """Cost of `raydist dashboard`: a large run opened first and later, 50 viewers of a run that trains, a list of 1,000 runs.
 
-    python benchmarks/dashboard.py [--steps 100000] [--ranks 1000] [--readings 240] [--runs 1000] [--viewers 50] [--seconds 60]
+    python benchmarks/dashboard.py [--steps 288000] [--ranks 1000] [--readings 1440] [--runs 1000] [--viewers 50] [--seconds 60]
 
+The large run is one of 24 hours: steps of 0.3 s, and a reading of each rank a minute, as they are stored after the first hour.
 The server is the command itself, in its own process. Its processor time is read from /proc. Viewers ask as the page's script does:
 for what has changed, when the last answer told them to. The run that trains gets a step and a reading of each of its 8 ranks twice
 a second.
@@ -125,9 +126,9 @@ def main() -> None:
     """Prints and writes results/dashboard.json."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in (
-        ("steps", 100_000),
+        ("steps", 288_000),
         ("ranks", 1000),
-        ("readings", 240),
+        ("readings", 1440),
         ("runs", 1000),
         ("viewers", 50),
         ("seconds", 60),

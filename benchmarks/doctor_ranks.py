@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,25 +41,40 @@ EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """`rules`: the right answers, () if it is healthy; `fault`: fields of the fault; `hook`: whether that rank's hook sleeps."""
+    """`rules`: the right answers, () if it is healthy; `fault`: fields of the fault; `hook`: whether that rank's hook sleeps;
+    `spec`: sections of the job; `culprit`: what is to be named."""
 
     name: str
     rules: tuple[str, ...]
     fault: dict[str, Any] | None = None
     hook: bool = False
+    spec: dict[str, Any] = field(default_factory=dict)
+    culprit: str = "rank"
 
 
 LONG = 10**6
 SCENARIOS = [
     Scenario("SIGSTOP bursts", ("process_stopped",), {"fault": "pause", "seconds": 0.5, "gap": 0.7, "stops": 60}),
     Scenario("one SIGSTOP of 5 s", ("process_stopped",), {"fault": "pause", "seconds": 5, "stops": 1}),
-    Scenario("CPU quota", ("cpu_throttled",), {"fault": "cpu_quota", "seconds": 150, "cpus": 0.03}),
+    Scenario("CPU quota 0.03", ("cpu_throttled",), {"fault": "cpu_quota", "seconds": 150, "cpus": 0.03}),
+    Scenario("CPU quota 0.15", ("cpu_throttled",), {"fault": "cpu_quota", "seconds": 150, "cpus": 0.15}),
     Scenario("CPU hog", ("cpu_stolen",), {"fault": "cpu_hog", "seconds": 90, "processes": 4}),
     Scenario("garbage collector", ("gc_pauses",), {"fault": "garbage", "objects": 3_000_000, "steps": LONG}),
     Scenario("own code waits", ("own_code",), {"fault": "slow_rank", "seconds": 0.5, "steps": LONG}),
     Scenario("slow loader", ("slow_loader",), {"fault": "slow_data", "seconds": 0.7, "steps": LONG}),
     Scenario("slow hook", ("slow_hook",), hook=True),
+    Scenario("poisoned batch", ("bad_batch",), {"fault": "loss_spike"}, culprit="step"),
+    Scenario(
+        "not finite", ("bad_batch",), {"fault": "bad_number"}, spec={"recovery": {"on_nan": "skip"}}, culprit="step"
+    ),
+    Scenario(
+        "learning rate too high",
+        ("lr_too_high",),
+        spec={"optim": {"lr": 0.5, "schedule": {"warmup": 2000}}},
+        culprit="optim.lr",
+    ),
     Scenario("healthy", ()),
+    Scenario("healthy zero2 bf16", (), spec={"precision": "bf16", "parallel": {"strategy": "zero2"}}),
 ]
 
 
@@ -95,7 +110,7 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
     """Trains, and returns what was told first, the culprit, the time, and what else was told."""
     rng = np.random.default_rng([seed, *scenario.name.encode()])
     rank = 0 if scenario.hook else int(rng.integers(world))
-    step = int(rng.integers(20, 60))
+    step = int(np.exp(rng.uniform(np.log(20), np.log(2000))))  # before and after the run has a history
     spec: dict[str, Any] = {
         "data": {"path": str(folder / "tokens")},
         "model": {"name": "gpt", "layers": 2, "width": 64, "heads": 4, "context": 64},
@@ -103,6 +118,7 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
         "checkpoint": {"every": None},
         "eval": {"every": None},
         "cluster": {"workers": world},
+        **scenario.spec,
     }
     if scenario.hook:
         spec["hooks"] = [{"name": "doctor_ranks:SlowHook", "options": {"first": step}}]
@@ -162,9 +178,12 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
         monitor.close()
     assert not diagnosis.problems, diagnosis.problems
     at, one = told[0] if told else (None, None)
+    named = one is not None and {"rank": one.rank == rank, "step": one.culprit.get("step") == step}.get(
+        scenario.culprit, one.culprit.get("setting") == scenario.culprit
+    )
     return {
         "scenario": scenario.name, "seed": seed, "told": one.rule if one else "nothing", "steps": trained,
-        "culprit": one is not None and one.rank == rank, "cause": one is not None and one.rule in scenario.rules,
+        "culprit": named, "cause": one is not None and one.rule in scenario.rules,
         "seconds": round(at - begun, 1) if at and begun else None, "load": round(os.getloadavg()[0], 1),
         "what": one.what if one else "", "others": [other.rule for _, other in told[1:]],
     }  # fmt: skip

@@ -1,12 +1,13 @@
 """Writes the pages of docs/reference that follow from the code: `make docs`.
 
 The job file and the sweep file with their JSON Schemas (from the models of raydist/spec), the command line (from the commands of
-raydist/cli), the tables of columns in docs/reference/observe.md, and what the rules of raydist/diagnosis say of
-themselves. tests/contracts/test_docs.py fails when a page is out of date.
+raydist/cli), the tables of columns in docs/reference/observe.md, what the rules of raydist/diagnosis say of themselves, and how the
+scripts of examples/own differ. tests/contracts/test_docs.py fails when a page is out of date.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -176,6 +177,34 @@ def with_rules(page: str) -> str:
     return page
 
 
+def with_differences(page: str) -> str:
+    """The page with what differs in examples/own/NAME_plain.py and NAME.py, between `<!-- difference: NAME -->` and its end."""
+
+    def difference(found: re.Match[str]) -> str:
+        lines = [line or "..." for line in changes(found[1])]
+        return "\n".join([f"<!-- difference: {found[1]} -->", "```diff", *lines, "```", "<!-- end -->"])
+
+    return re.sub(r"<!-- difference: (\w+) -->.*?<!-- end -->", difference, page, flags=re.DOTALL)
+
+
+def changes(name: str) -> list[str]:
+    """Lines of a script of examples/own that change for a session, with "-", "+" or " " before each; "" between places. Indentation
+    and blank lines do not count as changes."""
+    folder = HERE.parents[1] / "examples/own"
+    texts = [(folder / f"{name}{kind}.py").read_text(encoding="utf-8") for kind in ("_plain", "")]
+    old, new = ([line for line in text.split("\n") if line.strip()] for text in texts)
+    matcher = difflib.SequenceMatcher(None, *([line.strip() for line in lines] for lines in (old, new)), autojunk=False)
+    out: list[str] = []
+    for group in matcher.get_grouped_opcodes(1):
+        out += [""] if out else []
+        for kind, a, b, c, d in group:
+            if kind == "equal":
+                out += [f" {line}" for line in new[c:d]]
+            else:
+                out += [*(f"-{line}" for line in old[a:b]), *(f"+{line}" for line in new[c:d])]
+    return out
+
+
 def _ref(prop: dict[str, Any]) -> str | None:
     refs = [p["$ref"] for p in (prop, *prop.get("anyOf", [])) if "$ref" in p]
     return refs[0].rsplit("/", 1)[-1] if refs else None
@@ -184,6 +213,7 @@ def _ref(prop: dict[str, Any]) -> str | None:
 def pages() -> dict[Path, str]:
     """Each generated file, and its text."""
     observe = HERE / "observe.md"
+    own_loop = HERE.parent / "how-to/own-loop.md"
     of_rules = [HERE / "thresholds.md", HERE.parent / "explanation/doctor.md"]
     return {
         HERE / "spec.schema.json": json.dumps(job_schema(), indent=1) + "\n",
@@ -192,6 +222,7 @@ def pages() -> dict[Path, str]:
         HERE / "sweep-spec.md": sweep_reference(),
         HERE / "cli.md": cli_reference(),
         observe: with_columns(observe.read_text(encoding="utf-8")),
+        own_loop: with_differences(own_loop.read_text(encoding="utf-8")),
         **{path: with_rules(path.read_text(encoding="utf-8")) for path in of_rules},
     }
 

@@ -32,7 +32,7 @@ import pytest
 from raydist import registry
 from raydist.launch.fork_server import PRELOAD
 from tests import leftovers, needs, slow_files
-from tests.hosts import WATCHFUL, Cluster, Hosts
+from tests.hosts import WATCHFUL, Cluster, Hosts, close_templates
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch.compile would start a pool of processes in each rank, each of which imports torch.
@@ -77,6 +77,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.scheduling import Scheduling
 
     return Scheduling(config, log)
+
+
+def pytest_unconfigure() -> None:
+    """Ends what was started once for all hosts."""
+    close_templates()
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,9 @@ from typing import Any
 
 import psutil
 
-from tests import needs
+from raydist.cluster import ray_worker
+from raydist.launch import fork_server, zygote
+from tests import host_zygotes, needs
 
 NETWORK = "10.77.0"
 """Prefix of each host's address; the addresses exist only in the hosts' own network."""
@@ -152,6 +154,8 @@ class Host:
         self._inside: _Namespaces | None = None
         self._processes: list[Process] = []
         self._network = -1  # keeps the network while connections of killed processes are being closed
+        self.zygotes: frozenset[int] = frozenset()
+        """Pids, as on this machine, of the tests' own processes in it (tests/host_zygotes.py)."""
 
     @property
     def up(self) -> bool:
@@ -195,7 +199,7 @@ class Host:
         return process
 
     def run(
-        self, command: Sequence[str], *, input: str = "", timeout: float = 60, **kwargs: Any
+        self, command: Sequence[str], *, input: str = "", timeout: float = 240, **kwargs: Any
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command in this host to its end. Raises subprocess.TimeoutExpired, after killing the command.
 
@@ -221,11 +225,13 @@ class Host:
             return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
     def processes(self) -> dict[int, psutil.Process]:
-        """All processes of this host, by the pid that they have there, which raydist's records use."""
+        """All processes of this host but its zygotes, by the pid that they have there, which raydist's records use."""
         assert self._inside is not None, f"{self.name} is off"
         mine = os.stat(f"/proc/{self._inside.init}/ns/pid").st_ino
         found = {}
         for process in psutil.process_iter():
+            if process.pid in self.zygotes:
+                continue
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
                 if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == mine:
                     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -233,8 +239,15 @@ class Host:
                     found[int(number)] = process
         return found
 
+    def fork_zygotes(self, templates: Sequence[host_zygotes.Template]) -> None:
+        """Gives it a zygote of each of these, if it has none."""
+        assert self._inside is not None, f"{self.name} is off"
+        if not self.zygotes:
+            self.zygotes = frozenset(each.fork(self._inside.init, bool(needs.MAP_ROOT)) for each in templates)
+
     def kill(self) -> None:
         """SIGKILL to every process at once. The kernel keeps running, so it closes or resets their connections."""
+        self.zygotes = frozenset()
         if self._inside is not None:
             inside, self._inside = self._inside, None
             for process in self._processes:
@@ -341,10 +354,17 @@ class Cluster:
 
     `cpus`: the number that Ray assumes for each node. `env` is added to the environment of Ray's own processes. `address` is
     HOST:PORT; `environment` is what a client needs: the cluster requires a token, as Ray does wherever a token file exists.
+    Workers and fork servers are forked (tests/host_zygotes.py), unless it is `plain`: then they start as on a user's cluster.
     """
 
     def __init__(
-        self, hosts: Hosts, *, cpus: int = 1, size: int | None = None, env: Mapping[str, str] | None = None
+        self,
+        hosts: Hosts,
+        *,
+        cpus: int = 1,
+        size: int | None = None,
+        env: Mapping[str, str] | None = None,
+        plain: bool = False,
     ) -> None:
         self.hosts, self._cpus = hosts, cpus
         self._size = len(hosts) if size is None else size
@@ -353,7 +373,11 @@ class Cluster:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated environment
         own = {"RAY_AUTH_MODE": "token", "PATH": path}
-        self._env = {**clean, **LEAN, **self.environment, **own, **(env or {})}
+        self._env = {**clean, **LEAN, **self.environment, **own}
+        self._templates = [] if plain else templates(self._env)
+        for each in self._templates:
+            self._env |= each.variables
+        self._env |= env or {}
         self._watch: Process | None = None
 
     def restart(self, size: int, port: int = 6379) -> None:
@@ -449,6 +473,7 @@ class Cluster:
     def _start(self, host: Host, *options: str, cpus: int | None = None) -> None:
         if not host.up:
             host.boot()
+        host.fork_zygotes(self._templates)
         command = [
             sys.executable, "-m", "tests.hosts", "start", *options, f"--node-ip-address={host.ip}",
             f"--num-cpus={self._cpus if cpus is None else cpus}", "--object-store-memory=100000000", "--disable-usage-stats",
@@ -456,6 +481,38 @@ class Cluster:
         ]  # fmt: skip
         done = host.run(command, cwd=Path(__file__).parents[1], env=self._env, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+_TEMPLATES: list[host_zygotes.Template] = []
+
+
+def templates(env: Mapping[str, str]) -> list[host_zygotes.Template]:
+    """Of Ray workers, and of fork servers; started once, in an environment like this one, and ended by `close_templates`."""
+    if not _TEMPLATES:
+        # As in ray_worker.start_zygote; each host's init has that pid.
+        ray = {"RAY_JOB_ID": ray_worker.NO_JOB, "RAY_RAYLET_PID": "1"}
+        _TEMPLATES.append(
+            host_zygotes.Template(
+                f"{ray_worker.__name__}:serve",
+                ray_worker.PRELOAD,
+                ray_worker.VARIABLE,
+                {**ray_worker.DEFAULTS, **env, **ray},
+            )
+        )
+        servers = f"{fork_server.__name__}:serve", fork_server.PRELOAD, zygote.VARIABLE
+        _TEMPLATES.append(host_zygotes.Template(*servers, {**fork_server.VARIABLES, **env}))
+    return _TEMPLATES
+
+
+def template_pids() -> set[int]:
+    """The templates' processes."""
+    return {each.pid for each in _TEMPLATES}
+
+
+def close_templates() -> None:
+    """At the end of the test session."""
+    while _TEMPLATES:
+        _TEMPLATES.pop().close()
 
 
 def _watch(address: str) -> None:
@@ -468,9 +525,10 @@ def _watch(address: str) -> None:
         print(json.dumps({n.node_id.hex(): (n.node_manager_address, n.state == 0) for n in nodes}), flush=True)
 
 
-def _ray() -> None:
-    """Ray's command line, but a raylet starts no agent of the dashboard, which no host has, and waits for no agent: it would end if
-    a busy machine takes more than 30 s to start them."""
+def _ray(whole: bool) -> None:
+    """Ray's command line, whose workers are forked where the host has a zygote for them, without a server for Ray's client. Unless
+    `whole`, no host has a dashboard or its agents, and a raylet waits for no agent: it would end if a busy machine takes more than
+    30 s to start them."""
     from ray._private.node import Node
     from ray.scripts.scripts import main
 
@@ -479,15 +537,22 @@ def _ray() -> None:
     start = Node.start_raylet
 
     def starting(node: Any, *args: Any, **options: Any) -> None:
-        with prepared_agents(node, on_demand=(DASHBOARD_AGENT,), metrics=False):
+        if ray_worker.VARIABLE in os.environ:
+            node._ray_params.setup_worker_path = host_zygotes.__file__
+        with contextlib.nullcontext() if whole else prepared_agents(node, on_demand=(DASHBOARD_AGENT,), metrics=False):
             start(node, *args, **options)
 
     Node.start_raylet = starting
+    Node.start_ray_client_server = lambda *_, **__: None
+    if not whole:
+        Node.start_api_server = lambda *_, **__: None
     main()
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "start":
-        _ray()
+    if sys.argv[1] in ("start", "start-whole"):
+        whole = sys.argv[1] != "start"
+        sys.argv[1] = "start"
+        _ray(whole)
     else:
         _watch(sys.argv[1])

@@ -31,7 +31,7 @@ WAIT_S, WITHIN_S = 60.0, 10.0
 a session within a test; some of these leave a process behind on purpose."""
 SHM, NAMESPACES = Path(os.environ.get("RAYDIST_TEST_SHM", "/dev/shm")), Path("/run/netns")
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Child processes of the test process, which stay until it exits."""
+"""Child processes of the test process, which stay until it exits; so do the templates of tests/host_zygotes.py."""
 _KEY = pytest.StashKey["_Before"]()
 
 
@@ -118,7 +118,8 @@ def _processes() -> Iterator[psutil.Process]:
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid == mine or not _marked(process.pid, mark) or not runs(process):
                 continue
-            if not (process.ppid() == mine and any(name in command_line(process) for name in HELPERS)):
+            helpers = (*HELPERS, "tests.host_zygotes")
+            if not (process.ppid() == mine and any(name in command_line(process) for name in helpers)):
                 yield process
 
 

@@ -36,6 +36,7 @@ from raydist.cli import (
     profile,
     report,
     rm,
+    run,
     runs,
     sample,
     schema,
@@ -63,6 +64,7 @@ app = typer.Typer(
 )
 init.register(app)
 train.register(app)
+run.register(app)
 submit.register(app)
 runs.register(app)
 stop.register(app)
@@ -181,7 +183,7 @@ def _command(arguments: list[str]) -> str:
 def _started(arguments: list[str] | None) -> bool:
     """Whether the command may have started something that storage has then stopped."""
     words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not word.startswith("-")]
-    return words[:1] in (["train"], ["submit"], ["bench"], ["check"]) or (
+    return words[:1] in (["train"], ["run"], ["submit"], ["bench"], ["check"]) or (
         words[:1] == ["sweep"] and words[1:2] not in (["results"], ["best"], ["report"])
     )
 

@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +18,7 @@ import typer
 
 from raydist.cli import options
 from raydist.cli.place import where
-from raydist.errors import RunNotFound, UsageError
+from raydist.errors import RunNotFound, UsageError, UserError
 from raydist.run.directory import LOGS, SPEC, RunDir, check_name, default_storage, start_anew
 from raydist.storage import Storage
 
@@ -90,8 +90,14 @@ def train(
         from raydist.observe.exporters import resolve
         from raydist.run.lease import DriverLease
         from raydist.spec import load
+        from raydist.spec.script import SESSION
 
         job = load(spec, overrides or [], deepspeed, lambda line: starting.note(f"raydist: {line}"))
+        if job.model.name == SESSION:
+            raise UserError(
+                f"{spec}: model.name: {SESSION}: a script with a loop of its own made this run",
+                "continue it with that script: `raydist run SCRIPT --name NAME`, or torchrun (docs/how-to/own-loop.md)",
+            )
         injected = _faults(faults, job)
         home = storage or default_storage()
         run = RunDir(Storage(home).at(check_name(name or job.name)))
@@ -113,7 +119,7 @@ def train(
             else:
                 if not dashboard and (page := link(run)) is not None:
                     starting.note(f"raydist: its live page: {page}")
-                _train(
+                supervise(
                     job,
                     run,
                     dataset.storage.full_uri,
@@ -135,15 +141,15 @@ def train(
     if as_json:
         print(json.dumps(shown))
     else:
-        _print(shown, dataset)
+        print_end(shown, dataset)
 
 
-def _print(shown: dict[str, Any], dataset: TokenDataset) -> None:
+def print_end(shown: dict[str, Any], dataset: TokenDataset | None) -> None:
     """Prints the end of a run in a few lines: status, folder and losses."""
     print(f"run {shown['run']}: {shown['status']} at step {shown['steps']}, in {shown['path']}")
     if shown["loss"] is not None:
         print(f"train loss {shown['loss']:.4f}, {shown['tokens_per_second']:,.0f} tokens/s")
-    if shown["eval_loss"] is not None:
+    if shown["eval_loss"] is not None and dataset is not None:
         index = dataset.index
         unigram = f"; its byte unigram: {index.unigram_nats:.4f}" if dataset.tokenizer.name == "bytes" else ""
         print(f"eval loss {shown['eval_loss']:.4f} nats per token of the held-out text{unigram}")
@@ -198,11 +204,11 @@ def _faults(path: Path | None, job: JobSpec) -> tuple[Fault, ...]:
     return load(path, job) if path is not None else ()
 
 
-def _train(
+def supervise(
     job: JobSpec,
     run: RunDir,
-    dataset: str,
-    total: int,
+    dataset: str | None,
+    total: int | None,
     address: str | None,
     until: int | None,
     allow_spec_change: bool,
@@ -213,7 +219,9 @@ def _train(
     wait_for_nodes: float,
     exclude_slow: bool,
     pages: contextlib.AbstractContextManager[None],
+    script: Mapping[str, Any] | None = None,
 ) -> None:
+    """Trains until the run ends. `dataset` and `total`, its steps: None with a `script`, a Script's fields, which has its own."""
     place = where(address)
     starting.stage("ray", None if place == "local" else "connecting to Ray")
     from raydist.cluster import preflight
@@ -247,7 +255,9 @@ def _train(
             job = _without_slow(job, session, run, starting)
         gpus = preflight.gpus_per_worker(job, session.resources)
         starting.stage("workers")
-        request = Request(job, run, dataset, gpus, until, allow_spec_change, faults, exporters, starting.seconds)
+        request = Request(
+            job, run, dataset or "", gpus, until, allow_spec_change, faults, exporters, starting.seconds, script
+        )
         with Console(total, run, starting=starting) as console:
             ending = Supervisor.build(request, session, console, lost=lease.lost, asked=lease.asked_to_stop).run()
     raise_if_stopped(ending, run)

@@ -29,10 +29,10 @@ from raydist.launch.zygote import Zygote, fork, leave
 VARIABLE = "RAYDIST_WORKERS"
 """The environment variable by which the script finds the zygote."""
 PRELOAD = ("raydist.cluster.ray_preload",)
-_DEFAULTS = {
+DEFAULTS = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator starts a thread, and the zygote is to have none
 }
-_NO_JOB = "ffffffff"
+NO_JOB = "ffffffff"
 _LANGUAGE, _ENVIRONMENT = "--language=", "--serialized-runtime-env-context"
 """Options of setup_worker.py; it passes all others on."""
 _ACCEPTED = b"."
@@ -43,8 +43,8 @@ def start_zygote(folder: Path, env: Mapping[str, str]) -> Zygote:
     `variables`."""
     # Ray reads these at its import. Workers get their job with their first task, as those do that Ray starts in advance. A worker
     # exits if the process with that pid does, or if its raylet closes the connection: the raylet's pid is not known yet.
-    ray = {"RAY_JOB_ID": _NO_JOB, "RAY_RAYLET_PID": str(os.getpid())}
-    return Zygote(str(folder / "zygote-workers"), env, {**_DEFAULTS, **ray}, f"{__name__}:serve", PRELOAD, VARIABLE)
+    ray = {"RAY_JOB_ID": NO_JOB, "RAY_RAYLET_PID": str(os.getpid())}
+    return Zygote(str(folder / "zygote-workers"), env, {**DEFAULTS, **ray}, f"{__name__}:serve", PRELOAD, VARIABLE)
 
 
 def main() -> None:

@@ -26,6 +26,8 @@ form.view label{display:grid;gap:2px;color:var(--quiet);flex:0 1 auto}
 input,select,button{font:inherit;font-size:14px;color:var(--ink);background:var(--sheet);border:1px solid var(--quiet);
 border-radius:5px;padding:4px 8px;max-width:100%}
 input[type=number]{width:104px}button{cursor:pointer;padding:4px 14px}
+button.save{float:right;font-size:12px;padding:0 7px;color:var(--quiet);border-color:var(--line)}
+@media print{button.save{display:none}}
 :focus-visible{outline:2px solid var(--s0);outline-offset:2px}
 .skip{position:absolute;left:-9999px}.skip:focus{left:8px;top:8px;background:var(--sheet);padding:6px 10px;z-index:10}
 td .status{margin-left:0}tr[hidden]{display:none}svg .zoom{fill:var(--s0);opacity:.25;pointer-events:none}
@@ -37,6 +39,7 @@ ul.findings{padding-left:18px;margin:0}ul.findings li{margin-bottom:10px}ul.find
 """The style sheet: that of the reports, and what only a live page has."""
 CHART_SCRIPT = SCRIPT
 LIVE_SCRIPT = Path(__file__).with_name("live.js").read_text(encoding="utf-8")
+PICTURE_SCRIPT = Path(__file__).with_name("picture.js").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ def _document(title: str, *body: Markup, head: Markup | None = None) -> bytes:
         tag("link", rel="stylesheet", href="/look.css"),
         tag("title", f"{title} - raydist"),
         tag("script", src="/chart.js", defer=True),
+        tag("script", src="/picture.js", defer=True),
         tag("script", src="/live.js", defer=True),
     )
     skip = tag("a", "skip to the content", href="#parts", class_="skip")

@@ -11,11 +11,13 @@
   };
 
   const stops = "a, summary, input, select, button, [tabindex]";
+  const drawn = (fresh) => fresh.dispatchEvent(new CustomEvent("raydist:drawn", {bubbles: true}));
   const replace = (old, fresh) => {
     const open = [...old.querySelectorAll("details")].map((one) => one.open);
     const moved = [...old.querySelectorAll(".wide, pre")].map((one) => [one.scrollLeft, one.scrollTop]);
     const at = [...old.querySelectorAll(stops)].indexOf(document.activeElement);
     old.replaceWith(fresh);
+    drawn(fresh);  // before the focus is counted: charts get their buttons
     fresh.querySelectorAll("details").forEach((one, i) => { one.open = open[i] || false; });
     fresh.querySelectorAll(".wide, pre").forEach((one, i) => {
       if (moved[i]) [one.scrollLeft, one.scrollTop] = moved[i];
@@ -27,8 +29,12 @@
       const box = document.createElement("template");
       box.innerHTML = text;
       const fresh = box.content.firstElementChild, old = document.getElementById(id);
-      if (old) replace(old, fresh); else main.append(fresh);
-      fresh.dispatchEvent(new CustomEvent("raydist:drawn", {bubbles: true}));
+      if (old) {
+        replace(old, fresh);
+      } else {
+        main.append(fresh);
+        drawn(fresh);
+      }
     }
     for (const one of [...main.children]) if (!answer.order.includes(one.id)) one.remove();
     answer.order.forEach((id, i) => {

@@ -23,7 +23,7 @@ from aiohttp import web
 from raydist.dashboard import views
 from raydist.dashboard.access import HEADERS, PARAMETER, Door
 from raydist.dashboard.cache import EVERY_S, Live
-from raydist.dashboard.document import CHART_SCRIPT, LIVE_SCRIPT, LOOK, Parts, document, plain
+from raydist.dashboard.document import CHART_SCRIPT, LIVE_SCRIPT, LOOK, PICTURE_SCRIPT, Parts, document, plain
 from raydist.dashboard.site import Place, Site
 from raydist.errors import RaydistError, UsageError
 from raydist.storage import Storage
@@ -35,6 +35,7 @@ _CSV_ROWS = 1 << 14
 _FILES = {
     "/look.css": ("text/css", LOOK),
     "/chart.js": ("text/javascript", CHART_SCRIPT),
+    "/picture.js": ("text/javascript", PICTURE_SCRIPT),
     "/live.js": ("text/javascript", LIVE_SCRIPT),
 }
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

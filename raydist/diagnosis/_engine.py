@@ -189,7 +189,7 @@ class Diagnosis:
                         found.append(one if one.symptom else replace(one, symptom=rule.symptom))
             except Exception as error:  # a rule that fails must not end the others
                 self.problems[rule.name] = f"{type(error).__name__}: {error}"
-        self._fresh = []
+        self._fresh, self._steps.new = [], 0
         found += [self._best(those) for those in rivals.values()]
         for finding in found:
             yield from self._tell(finding, now)

@@ -20,21 +20,25 @@ CROWDED = 0.5
 """And so much of the time that the peers themselves are ready to run and have no processor: on a crowded host who is late changes
 by chance. On two cores with five other users, two healthy ranks lacked a processor for 0.35 to 0.57 of the time, and one was behind
 by up to 0.2 for 12 s."""
+BUSY, PATIENCE = 0.1, 2
+"""If its peers lack a processor for BUSY of the time, a rank must be late for PATIENCE times RECENT parts: what other users of a
+host take from one rank comes and goes."""
 RATIO = 1.25
 """A slow rank needs this many times as long as the median of its peers."""
 SIGMAS = 4.0
 """And the mean of its excess over RECENT parts must be this many times the run's own noise, the spread of the excess of a single
 part: 8 times the spread of such a mean, if parts are independent."""
 FEW = 12
-"""Differences of parts that are known, at least, for the noise."""
+"""Differences of parts that the noise takes. With fewer, down to those between the judged parts alone, both limits rise in
+proportion: a rank that costs 0.6 of the time is named before the run has a history."""
 COMMON = {
     "lost": (
-        f"{LEAST_LOST:g} of the time",
+        f"{LEAST_LOST:g} of the time; {FEW} times that over n, if n < {FEW} differences of parts are known",
         "three times what a change of the host's load costs for 12 s (docs/explanation/doctor.md)",
     ),
     "crowded": (
-        f"and {CROWDED:g} of the time that its peers have no processor",
-        "two healthy ranks on a crowded host: up to 0.35",
+        f"and {CROWDED:g} of the time that its peers have no processor; if that is {BUSY:g} or more, for {PATIENCE} times as long",
+        "two healthy ranks on a crowded host: up to 0.35; benchmarks/doctor.py --held-back: 1 of 72 healthy runs without it",
     ),
     "times": (
         f"{RATIO:g} times the median of its peers",
@@ -169,7 +173,9 @@ def _kept(window: Window) -> Iterator[Slow]:
     """Ranks that are named without any noise: those that were held from outside for LEAST_LOST of the time, and those that a CPU
     quota kept back for that long while they computed longer than their peers."""
     ranks = window.keys("rank")
-    quota = window.recent("rank", "throttled_seconds")
+    quota, held = window.recent("rank", "throttled_seconds"), window.held
+    if max(np.nan_to_num(quota).max(initial=0.0), np.nan_to_num(held).max(initial=0.0)) < LEAST_LOST:
+        return
     for rows in _stages(window):
         shares = window.share("compute")[rows]
         own = np.nan_to_num(shares[:, -RECENT:].mean(axis=1))
@@ -181,7 +187,7 @@ def _kept(window: Window) -> Iterator[Slow]:
             capped = (
                 float(quota[row] - np.median(others[~np.isnan(others)])) if (~np.isnan(others)).any() else quota[row]
             )
-            lost = max(float(np.nan_to_num(window.held[row])), min(float(np.nan_to_num(capped)), float(more)))
+            lost = max(float(np.nan_to_num(held[row])), min(float(np.nan_to_num(capped)), float(more)))
             if lost >= LEAST_LOST:
                 times = float(own[i] / max(usual, 0.05)) if own[i] > 0 else float("nan")
                 yield Slow("slow_compute", ranks[row], row, tuple(rows[j] for j in peers), lost, times, 0.0)
@@ -215,31 +221,37 @@ def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]
     """[R, N] shares of time -> those ranks that take clearly longer than their peers: lost, times, noise. `crowded`: [R], by what
     the limit of a rank rises if its peers have it."""
     middle = _lower_median(own)
-    last = (own - middle)[:, -RECENT:]
+    apart = own - middle
     noise, others = _noise(own), float(np.mean(middle[-RECENT:]))
+    known = int((~np.isnan(np.diff(apart, axis=1))).sum(axis=1).min())
+    few = max(FEW / known, 1.0) if known >= RECENT - 1 else float("inf")
     found = {}
     for i in range(len(own)):
-        if np.isnan(last[i]).any():
+        lost = float(apart[i, -RECENT:].mean())
+        if not lost >= few * LEAST_LOST:  # NaN is not, either
             continue
-        enough = max(LEAST_LOST + float(np.median(np.delete(crowded, i))), SIGMAS * noise)
-        lost = float(last[i].mean())
+        crowd = float(np.median(np.delete(crowded, i)))
+        parts = RECENT * (PATIENCE if crowd >= CROWDED * BUSY else 1)
+        last = apart[i, -parts:]
+        enough = max(few * LEAST_LOST + crowd, few * SIGMAS * noise)
+        steady = len(last) == parts and (last >= STEADY * enough).sum() >= parts * (RECENT - 1) / RECENT
         times = float(own[i, -RECENT:].mean()) / max(others, 0.05)
-        if lost >= enough and times >= RATIO and (last[i] >= STEADY * enough).sum() >= RECENT - 1:
+        if steady and min(lost, float(last.mean())) >= enough and times >= RATIO:
             found[i] = lost, times, noise
     return found
 
 
 def _noise(own: Array) -> float:
-    """[R, N] shares -> the spread of a rank's excess over its peers from one part to the next; inf if fewer than FEW are known.
+    """[R, N] shares -> the spread of a rank's excess over its peers from one part to the next.
     From differences of neighbours, so that a fault that lasts does not count as noise. The larger of a robust one and the root mean
-    square before the newest parts: uneven batches have rare large differences, which a robust spread leaves out."""
+    square before the newest parts: uneven batches have rare large differences, which a robust spread leaves out. Of fewer than FEW
+    the root mean square alone, with the newest parts."""
     usual = own[:1] if len(own) == 2 else median(own.T)[None]
     apart = (own[1:] if len(own) == 2 else own) - usual
     steps = np.diff(apart, axis=1)
-    known = (~np.isnan(steps)).sum(axis=1)
-    if known.min(initial=FEW) < FEW:
-        return float("inf")
-    square = [float(np.nanmean(row**2)) if (~np.isnan(row)).any() else 0.0 for row in steps[:, :-RECENT]]
+    few = (~np.isnan(steps)).sum(axis=1).min(initial=FEW) < FEW
+    past = steps if few else steps[:, :-RECENT]
+    square = [float(np.nanmean(row**2)) if (~np.isnan(row)).any() else 0.0 for row in past]
     return max(float(np.median(deviation(steps))), float(np.sqrt(np.median(square)))) / 2**0.5
 
 

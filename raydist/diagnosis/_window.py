@@ -104,10 +104,12 @@ class Store:
 class Steps:
     """The newest STEPS rows of the steps' table, one per step, as arrays by column; those that a restart voided are left out.
 
-    `cache`: what rules derive from them; emptied by each new step.
+    `cache`: what rules derive from them; emptied by each new step. `first_loss`: the first one that was known, NaN before;
+    `new`: how many rules have not seen yet.
     """
 
     def __init__(self) -> None:
+        self.first_loss, self.new = float("nan"), 0
         self._columns = {name: i for i, (name, (kind, _)) in enumerate(FIELDS.items()) if str(kind) != "string"}
         self._values = np.full((2 * STEPS, len(FIELDS)), np.nan)
         self._rows: list[Row] = []
@@ -124,7 +126,10 @@ class Steps:
         for name, i in self._columns.items():
             value = row.get(name)
             values[i] = np.nan if value is None else value
+        if np.isnan(self.first_loss) and row.get("loss") is not None:
+            self.first_loss = row["loss"]
         self._rows.append(row)
+        self.new += 1
         self.cache.clear()
 
     def __len__(self) -> int:

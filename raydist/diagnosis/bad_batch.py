@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from raydist.diagnosis._losses import BACK, BEFORE, NORM, RELATIVE, SIGMAS, growth, jump
+from raydist.diagnosis._losses import AGAIN, BACK, BEFORE, NORM, OF_FIRST, RELATIVE, SIGMAS, TIMES, growth, jump
 from raydist.diagnosis._symptoms import Candidate, figure
 from raydist.diagnosis._window import Window
 from raydist.records import Finding
@@ -19,11 +19,14 @@ CAUSE = "the data of one batch"
 LOOKS = "whether a jump of the loss is one step, and the loss goes back; whether the steps before were calm"
 THRESHOLDS = {
     "jump": (
-        f"{SIGMAS:g} times the run's own noise, and {RELATIVE:.0%}",
-        "robust z of the last 200 steps; benchmarks/doctor.py",
+        f"{SIGMAS:g} times the run's own noise, {RELATIVE:.0%}, and {OF_FIRST:.0%} of the run's first loss or {TIMES:g} times",
+        "robust z of the last 200 steps; benchmarks/doctor.py, benchmarks/doctor_ranks.py",
     ),
     "gradient": (f"{NORM:g} times the median norm of {BEFORE} steps", "a loss that is only noisy has a usual gradient"),
-    "back": (f"{BACK:.0%} of the jump", "else the weights were damaged: see lr_too_high"),
+    "back": (
+        f"{BACK:.0%} of the jump, and at most {AGAIN} of the {BEFORE} steps after it are not",
+        "else the weights were damaged: see lr_too_high",
+    ),
 }
 CALM = 2.0
 _SKIP = "recovery.on_nan: skip, with recovery.spike.factor: {factor:.2g}, leaves such a batch out"
@@ -32,7 +35,7 @@ _SKIP = "recovery.on_nan: skip, with recovery.spike.factor: {factor:.2g}, leaves
 def check(window: Window) -> Iterator[Finding | Candidate]:
     """The step, its batch, and where its samples come from."""
     found = jump(window)
-    if found is not None and found.left <= BACK:
+    if found is not None and found.one_batch:
         row = window.steps.row(found.at)
         factor = max(1.2, (found.before + found.size / 2) / max(found.before, 1e-9))
         yield Finding(

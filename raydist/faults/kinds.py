@@ -94,6 +94,15 @@ class MemoryHog(AtPhase):
     )
 
 
+class Leak(AtPhase):
+    """Memory is allocated in each step, and kept until the rank ends."""
+
+    fault: Literal["leak"] = "leak"
+    mib: float = Field(1.0, gt=0, description="MiB in each step.")
+    steps: int = Field(1_000_000, ge=1, description="Number of steps.")
+    where: Literal["host", "device"] = Field("host", description="device: the rank's GPU, or the host if it has none.")
+
+
 class KillAgent(AtPhase):
     """SIGKILL to the rank's agent, the Ray Train worker that started the rank's process."""
 
@@ -127,11 +136,12 @@ class KillProcess(AtPhase):
 
 
 class BadNumber(InForward):
-    """NaN or infinity in the loss, or only in the gradient, in all of this rank's forward passes of the step."""
+    """NaN or infinity in the loss, or only in the gradient, in all of this rank's forward passes of each step."""
 
     fault: Literal["bad_number"] = "bad_number"
     where: Literal["loss", "gradient"] = Field("gradient", description="loss: the logits; gradient: their gradient.")
     value: Literal["nan", "inf"] = Field("nan", description="The factor.")
+    steps: int = Field(1, ge=1, description="Number of steps.")
 
 
 class LossSpike(InForward):

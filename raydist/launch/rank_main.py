@@ -23,6 +23,7 @@ from typing import Any
 from raydist.errors import RaydistError
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.ipc.stack_dump import answer
+from raydist.launch.script import Script, ScriptRank
 from raydist.records import Event
 from raydist.redact import redact
 from raydist.worker.metrics.startup_timing import Startup
@@ -60,11 +61,13 @@ def run(calls: int, control: int, stacks: int, heartbeat: int, output: int) -> i
     watched = {"tell": tell} if order["rank"] == 0 else {}
     startup = Startup(order["begun"], order["incident"], order["before"], **watched)
     startup.done("schedule")
+    script = Script(**order["script"]) if order["script"] is not None else None
     try:
         reached = Heartbeat(heartbeat, order["spec"]["recovery"]["step_timeout"])
-        ended = {"outcome": train(order, agent, reached, startup)}
+        ended = {"outcome": train(order, agent, reached, startup, script)}
     except BaseException as error:
-        ended = {"error": {**facts(error, order["rank"]), "stage": startup.doing}}
+        place = script.place(error) if script is not None else ""
+        ended = {"error": {**facts(error, order["rank"], place), "stage": startup.doing}}
     agent("ended", **ended)
     return 0
 
@@ -79,8 +82,12 @@ def _print_to(fd: int) -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def train(order: dict[str, Any], agent: Agent, heartbeat: Heartbeat, startup: Startup) -> dict[str, Any]:
-    """Returns the loop's outcome as plain data. `order`: the supervisor's order for all ranks, with `rank` and `node_ip`."""
+def train(
+    order: dict[str, Any], agent: Agent, heartbeat: Heartbeat, startup: Startup, script: Script | None
+) -> dict[str, Any]:
+    """Returns the loop's outcome as plain data, or that of `script`. `order`: the supervisor's order for all ranks, with `rank` and
+    `node_ip`.
+    """
     from raydist.run.directory import RunDir, await_attempt
     from raydist.spec import parse
     from raydist.worker import distributed, model_transforms
@@ -120,22 +127,27 @@ def train(order: dict[str, Any], agent: Agent, heartbeat: Heartbeat, startup: St
         threading.Thread(target=agent, args=("push",), kwargs=data, name="raydist-tell", daemon=True).start()
 
     model_transforms.on_compile(heartbeat.compiling)
-    outcome = train(job, rank, MonitorChannel(push, durable) if rank.first else None, heartbeat, startup, tell)
+    channel = MonitorChannel(push, durable) if rank.first else None
+    body = (lambda *parts: script.run(ScriptRank(*parts))) if script is not None else None
+    outcome = train(job, rank, channel, heartbeat, startup, tell, body)
     distributed.stop(rank)
     return outcome.to_dict()
 
 
-def facts(error: BaseException, rank: int) -> dict[str, Any]:
-    """An error as plain data: the fields of raydist.errors.RankFailed."""
+def facts(error: BaseException, rank: int, place: str = "") -> dict[str, Any]:
+    """An error as plain data: the fields of raydist.errors.RankFailed. `place`: the line of the user's script that raised it."""
     if isinstance(error, SystemExit | KeyboardInterrupt):
         error = RuntimeError(f"the train function ended with {type(error).__name__}: {error}")
     ours = isinstance(error, RaydistError)
+    message = (
+        "; ".join(filter(None, (error.message, error.hint)))
+        if isinstance(error, RaydistError)
+        else redact(str(error).strip())
+    )
     return {
         "rank": rank,
         "type_name": type(error).__name__,
-        "message": "; ".join(filter(None, (error.message, error.hint)))
-        if isinstance(error, RaydistError)
-        else redact(str(error).strip()),
+        "message": f"{place}: {message}" if place else message,
         # raydist's own errors name the place and the remedy; other errors need the traceback.
         "traceback": "" if ours else redact("".join(traceback.format_exception(error))),
         "at": time.time(),

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from raydist.errors import RaydistError, UserError
 from raydist.spec import JobSpec, parse
+from raydist.spec.script import SESSION
+from raydist.worker.parallel import ParamShard
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+_BY_MATRIX = ("Adafactor", "LBFGS", "Muon")
+"""Optimizers of torch whose update of an element depends on others: rows of a parameter cannot be updated alone."""
 
 
-def job_of(name: str, steps: int, batch: int, every: int, clip: float, seed: int, timeout_s: float) -> JobSpec:
+def job_of(
+    name: str, steps: int, batch: int, every: int, clip: float, seed: int, timeout_s: float, strategy: str
+) -> JobSpec:
     """The session's arguments as a job, for what is stored and compared. Its model and data are the script's."""
+    if strategy not in STRATEGIES:
+        raise UserError(f"strategy: {strategy!r} is not known to a session", f"give one of {', '.join(STRATEGIES)}")
     tree = {
         "name": name,
-        "model": {"name": "raydist.own:session"},
+        "model": {"name": SESSION},
         "data": {"path": "own"},
         "train": {"steps": steps, "global_batch": batch, "micro_batch": batch, "seed": seed},
         "optim": {"name": "sgd", "lr": 1.0, "clip": clip},
+        "parallel": {"strategy": strategy},
         "checkpoint": {"every": every},
         "recovery": {"timeout_s": timeout_s},
     }
@@ -24,6 +40,18 @@ def job_of(name: str, steps: int, batch: int, every: int, clip: float, seed: int
         return parse(tree, source="session")
     except RaydistError as error:
         raise UserError(error.message, error.hint) from error
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The module whose names checkpoints have: the one that torch.compile has wrapped. Raises UserError for other wrappers."""
+    module = getattr(model, "_orig_mod", model)
+    if isinstance(module, DistributedDataParallel | FSDPModule):
+        raise UserError(
+            f"model: it is distributed already: {type(module).__name__}",
+            "give the model itself: the session distributes it",
+        )
+    assert isinstance(module, nn.Module)
+    return module
 
 
 def trained_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -40,3 +68,44 @@ def trained_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
             "optimizer: it has parameters that are not trained in this model", "give it the model's parameters"
         )
     return wanted
+
+
+def check_splits(
+    strategy: str, model: nn.Module, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    """Raises UserError where the strategy cannot split the state of the model's parameters over ranks. `model`: as it is called."""
+    if strategy == "ddp":
+        return
+    if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules()):
+        raise UserError(
+            f"model: it is compiled whole, and with strategy: {strategy} ranks send each other weights between its blocks",
+            "compile what the blocks compute, block.forward = torch.compile(block.forward), or use strategy: ddp",
+        )
+    if type(optimizer).__name__ in _BY_MATRIX:
+        raise UserError(
+            f"optimizer: {type(optimizer).__name__} does not update each element by itself, and strategy: {strategy} gives each "
+            "rank some rows of a parameter",
+            "use strategy: ddp, or an elementwise optimizer such as AdamW",
+        )
+    if optimizer.state:
+        raise UserError(
+            f"optimizer: it has state of steps before the session, which strategy: {strategy} would have to split",
+            "give one that has made no step, or use strategy: ddp",
+        )
+    other = [
+        f"{name} ({str(p.dtype).removeprefix('torch.')})" for name, p in trained.items() if p.dtype != torch.float32
+    ]
+    if other:
+        raise UserError(
+            f"model: strategy: {strategy} trains parameters in float32, not {', '.join(other[:5])}",
+            "call model.float(), and torch.autocast around forward for another format of the compute; or use strategy: ddp",
+        )
+
+
+def give_shards(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], shards: Mapping[str, ParamShard]
+) -> None:
+    """The optimizer updates this rank's shards from now on, in the groups of their parameters."""
+    own = {id(p): shards[name].local for name, p in trained.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [own[id(p)] for p in group["params"]]

@@ -17,6 +17,10 @@ COLUMNS, ROWS = 200, 125
 """Largest size of a grid; with more ranks than rows, ranks share rows."""
 READ = 5
 """Minimum number of readings per column of the slowness map."""
+SHARES = ("compute", "exposed", "data")
+"""What the maps of shares show of `Track.counter`."""
+_SHARE_COLUMNS = 100
+"""There are several of these maps on a page."""
 
 Array = NDArray[np.float64]
 
@@ -90,6 +94,34 @@ def slowness(readings: Readings, last_step: int) -> Grid | None:
         values = spent / middle
     values[~np.isfinite(values)] = np.nan
     return _grid(edges, values)
+
+
+def shares(readings: Readings, start: float, end: float) -> dict[str, Grid] | None:
+    """Share of each of SHARES in the ranks' time, over seconds since `start`. None without two readings of a rank.
+
+    A cell is known if readings cover at least half of it.
+    """
+    tracks = [track for track in readings.tracks if len(track.at) > 1]
+    if not tracks or end <= start:
+        return None
+    gap = _gap(tracks)
+    columns = int(np.clip((end - start) / (2 * gap) if gap else 1, 1, _SHARE_COLUMNS))
+    edges = np.linspace(0.0, end - start, columns + 1)
+    covered = np.zeros((_ranks(readings), columns))
+    spent = {name: np.zeros_like(covered) for name in SHARES}
+    for track in tracks:
+        at = track.at - start
+        lo, hi = np.clip(edges[:-1], at[0], at[-1]), np.clip(edges[1:], at[0], at[-1])
+        covered[track.rank] += hi - lo
+        for name in SHARES:
+            seconds = track.counter(name)
+            spent[name][track.rank] += np.interp(hi, at, seconds) - np.interp(lo, at, seconds)
+    known = covered >= (edges[1] - edges[0]) / 2
+    share = {
+        name: np.clip(np.divide(one, covered, where=known, out=np.full_like(one, np.nan)), 0.0, 1.0)
+        for name, one in spent.items()
+    }
+    return {name: _grid(edges, values) for name, values in share.items()}
 
 
 def _ranks(readings: Readings) -> int:

@@ -41,6 +41,7 @@ class Report:
     spans: Sequence[Span]
     memory: tuple[str, Grid] | None
     slowness: Grid | None
+    shares: Mapping[str, Grid] | None
 
 
 def report(run: RunDir) -> Report:
@@ -87,7 +88,16 @@ def report(run: RunDir) -> Report:
         "incidents": incidents.found(events, _trained(segments)),
         "not_read": None if readings.tracks else _why(spec, about["status"]),
     }
-    return Report(facts, text, steps, _evals(events, about["steps"]), spans, memory, slowness)
+    return Report(
+        facts,
+        text,
+        steps,
+        _evals(events, about["steps"]),
+        spans,
+        memory,
+        slowness,
+        heatmap_data.shares(readings, start, end),
+    )
 
 
 def _spec(run: RunDir) -> str:

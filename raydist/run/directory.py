@@ -64,7 +64,7 @@ TUNED = ".tuned"
 _DELETED = frozenset(
     [
         SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER, CHECKPOINTS, FAULTS, DRIFT, BUCKETS, SAMPLES, REQUESTS, TRACES,
-        REPORT, COMM, "export.jsonl", "mlflow.json",
+        REPORT, COMM, "export.jsonl", "mlflow.json", "wandb", "wandb.json",
     ]
 )  # fmt: skip
 """What `start_anew` deletes: all that raydist writes into a run's folder, but ATTEMPTS and DRIVERS."""

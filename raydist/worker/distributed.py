@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from raydist.errors import UserError
 from raydist.ipc.network_interface import interface_of
@@ -93,11 +94,18 @@ def choose_interface(node_ip: str) -> Choice[str] | None:
     return Choice(os.environ["GLOO_SOCKET_IFNAME"], f"it has the address {node_ip}")
 
 
-def start(*, gpus: float | None, threads: int | None, timeout_s: float, node_ip: str | None = None) -> Rank:
+def start(
+    *,
+    gpus: float | None,
+    threads: int | None,
+    timeout_s: float,
+    node_ip: str | None = None,
+    store: Store | None = None,
+) -> Rank:
     """Makes this process a rank of the group that its environment describes, or a single rank if it describes none.
 
     `threads`: of torch, on the CPU. `timeout_s`: limit of each collective. If the environment has the attempt's secret, each rank
-    proves that it knows it: see comm/rendezvous.py. Raises RankRefused if one does not.
+    proves that it knows it: see comm/rendezvous.py. Raises RankRefused if one does not. `store`: where the ranks meet, if another.
     """
     secret = rendezvous.take_secret()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -118,7 +126,7 @@ def start(*, gpus: float | None, threads: int | None, timeout_s: float, node_ip:
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
             backend.value,
-            store=rendezvous.meet(rank, world, timeout, secret),
+            store=store or rendezvous.meet(rank, world, timeout, secret),
             rank=rank,
             world_size=world,
             timeout=timeout,

@@ -32,6 +32,8 @@ from raydist.worker.metrics.telemetry import Telemetry
 from raydist.worker.optim.schedule import lr_at
 from raydist.worker.step import LEFT_OUT
 
+Body = Callable[[Job, Rank, Reporter | None, Heartbeat, Startup, Telemetry], Outcome]
+
 
 def _to_stderr(event: Event) -> None:
     print(f"raydist: {event.kind}: {redact(event.data)}", file=sys.stderr, flush=True)
@@ -44,11 +46,12 @@ def train(
     heartbeat: Heartbeat | None = None,
     startup: Startup | None = None,
     tell: Callable[[Event], None] = _to_stderr,
+    body: Body | None = None,
 ) -> Outcome:
     """Trains from the newest good checkpoint, or from the start, to the end. Called by every rank; only rank 0 has a `channel`.
 
     `heartbeat` gets the phase of this rank, `startup` its progress before the first step. `tell`: sends the events of a rank
-    without a channel; it must not block.
+    without a channel; it must not block. `body`: trains in place of the loop, such as a user's script.
 
     Raises the error that stops the run: NonFinite, LossSpike, GraphMismatch, SavesFailed, Fenced, SuspectHardware, CheckpointError,
     DataError, or the model's own exception; and Rollback, which ends the attempt.
@@ -65,7 +68,10 @@ def train(
         heartbeat = heartbeat or Heartbeat()
         memory.keep_history(job.run, rank, job.attempt, job.spec.observe.memory_history)
         with Telemetry(job.run.uri, rank, job.attempt, heartbeat, job.spec.observe.interval_s, tell) as telemetry:
-            return _Run(job, rank, reporter, heartbeat, startup or Startup(), tell, telemetry).train()
+            startup = startup or Startup()
+            if body is not None:
+                return body(job, rank, reporter, heartbeat, startup, telemetry)
+            return _Run(job, rank, reporter, heartbeat, startup, tell, telemetry).train()
     except torch.OutOfMemoryError:
         tell(Event("note", time.time(), {"text": memory.after_oom(rank.rank, job.spec.observe.memory_history)}))
         raise

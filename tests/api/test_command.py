@@ -18,6 +18,7 @@ from raydist.api.command import Command
 from raydist.api.parent import VARIABLE, Parent, parsed
 from raydist.errors import CheckpointNotFound, RaydistError, SpecError, TrainingStopped
 from raydist.run.directory import SPEC, RunDir
+from raydist.run.lease import DriverLease
 
 
 def test_every_error_arrives_with_its_class() -> None:
@@ -82,42 +83,36 @@ def test_a_killed_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_end_of_the_process_that_waits(tmp_path: Path, tied: bool) -> None:
     """SIGKILL of the process that waits for a command ends the command; one that is not waited for goes on."""
+    run = _empty(tmp_path)
     waits = (
-        f"from raydist.api.command import Command; c = Command(['stop', {str(_driven(tmp_path))!r}], tied={tied}); "
+        f"from raydist.api.command import Command; c = Command(['stop', {run.uri!r}], tied={tied}); "
         "print(c.pid, flush=True); c.wait()"
     )
-    parent = subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    assert parent.stderr is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    deadline = time.monotonic() + 240
-    while not _asked(tmp_path):  # it runs, and has its handlers
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    parent.kill()
-    parent.communicate()
-    if tied:
-        child.wait(240)
-    else:
-        time.sleep(0.5)
-        assert child.is_running()
-        child.kill()
+    with DriverLease(run):  # of this process, and renewed: `raydist stop` waits for it
+        parent = subprocess.Popen(
+            [sys.executable, "-c", waits], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        deadline = time.monotonic() + 240
+        while not _asked(tmp_path):  # it runs, and has its handlers
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        parent.kill()
+        parent.communicate()
+        if tied:
+            child.wait(240)
+        else:
+            time.sleep(0.5)
+            assert child.is_running()
+            child.kill()
 
 
 def _empty(folder: Path) -> RunDir:
     run = RunDir(folder / "run")
     run.storage.write(SPEC, b"name: run\n")
     return run
-
-
-def _driven(folder: Path) -> str:
-    """A run whose driver, this process, never ends: `raydist stop` waits for it."""
-    from raydist.run.lease import DriverLease
-
-    run = _empty(folder)
-    lease = DriverLease(run)
-    lease._over.set()  # it is not renewed: the command gives up after LOST_AFTER_S
-    return run.uri
 
 
 def _asked(folder: Path) -> bool:

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import psutil
 import pytest
 import ray
 
@@ -28,7 +27,7 @@ from raydist.cluster.run.supervisor import Supervisor
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.errors import RaydistError
 from raydist.run.directory import RunDir
-from tests.processes import command_line, runs
+from tests.processes import runs
 
 sys.path.insert(0, str(Path(__file__).parent))
 from drivers import attempt  # workers import it by PYTHONPATH
@@ -134,8 +133,9 @@ def test_a_killed_coordinator_is_named(session: Session, tmp_path: Path) -> None
     """Whatever the run calls it for next, the run's cause is its process."""
     coordinator, none = start_coordinator(), cast(Any, None)
     ray.get(coordinator.reports.remote())
-    (process,) = (p for p in psutil.Process().children(recursive=True) if "ray::Coordinator" in command_line(p))
-    process.kill()
+    # Not found by its name: a coordinator of the test before may still be exiting.
+    pid = ray.get(cast(Any, coordinator).__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
     attempts = cast(Any, SimpleNamespace(run=lambda: ray.get(coordinator.gathered.remote())))
     parts: dict[str, Any] = {
         "monitor": none,
@@ -148,7 +148,7 @@ def test_a_killed_coordinator_is_named(session: Session, tmp_path: Path) -> None
     supervisor = Supervisor(RunDir(tmp_path), none, attempts=attempts, **parts)
     supervisor._train()
     assert supervisor._ending is not None
-    cause = f"Ray's coordinator (process {process.pid} on {session.node_ip}) has exited without reporting an error"
+    cause = f"Ray's coordinator (process {pid} on {session.node_ip}) has exited without reporting an error"
     assert supervisor._ending.cause == f"{cause}; run the same command again to continue"
 
 

@@ -53,7 +53,7 @@ def link(memory_stores: list[Any]) -> None:
     ray.get([v.link.remote(v, memory_stores[1 - i], [2 * i, 2 * i + 1], 4) for i, v in enumerate(memory_stores)])
 
 
-def until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def until(true: Callable[[], bool], timeout_s: float = 240.0) -> None:
     """Waits for something that another process does."""
     deadline = time.monotonic() + timeout_s
     while not true():
@@ -150,7 +150,7 @@ def test_a_killed_memory_store_comes_back(two: list[tuple[Any, Path]]) -> None:
     def back() -> bool:
         try:
             return bool(ray.get(memory_store.__ray_call__.remote(lambda self: os.getpid()), timeout=10) != pid)
-        except ray.exceptions.RayActorError:
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return False
 
     until(back)

@@ -108,7 +108,7 @@ def address() -> str:
     return ray.nodes()[0]["NodeManagerAddress"]
 
 
-def until(true: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+def until(true: Callable[[], Any], timeout_s: float = 240.0) -> Any:
     """Waits for something that another process does."""
     deadline = time.monotonic() + timeout_s
     while not (found := true()):

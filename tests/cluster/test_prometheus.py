@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
@@ -61,7 +61,7 @@ class Prometheus:
             if error.code == 503:
                 return []  # it is still starting
             raise AssertionError(f"{expression}: {error.read().decode()}") from None
-        except URLError:
+        except OSError:  # also a time limit, or a connection that is reset
             assert self.process.poll() is None, "Prometheus ended"
             return []
 

@@ -103,7 +103,7 @@ def drivers() -> Iterator[Callable[..., Driver]]:
     yield start
     for driver in started:
         for process in driver.children.values():
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if driver.process.poll() is None:
             driver.process.kill()

@@ -27,11 +27,12 @@ def commands(page: Path) -> list[str]:
 def problems(command: str) -> list[str]:
     """Options that the sub-command does not have, or the sub-command if it does not exist."""
     words: list[str] = shlex.split(re.sub(r"\[(-[^\]]*)\]", r"\1", command).replace("...", ""))[1:]
+    words = words[: words.index("--")] if "--" in words else words  # what follows is a script's own
     here: Any = typer.main.get_command(app)
     while words and hasattr(here, "commands") and not words[0].startswith("-"):
         name = words[0].split("|")[0]
         if name not in here.commands:
-            if "run" in here.commands:  # `raydist sweep FILE` is `raydist sweep run FILE`
+            if here.name == "sweep":  # `raydist sweep FILE` is `raydist sweep run FILE`
                 here = here.commands["run"]
                 break
             return [f"no command {name!r}"]

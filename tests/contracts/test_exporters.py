@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,19 @@ SAMPLES: list[dict[str, Any]] = [
     {"kind": "gpu", "gpu": 0, "gpu_util": 0.5},
 ]
 
+_OPTIONS = {"wandb": {"mode": "offline"}}
+
 
 @pytest.fixture
-def options(request: pytest.FixtureRequest) -> Callable[[str], dict[str, Any]]:
+def options(request: pytest.FixtureRequest) -> Iterator[Callable[[str], dict[str, Any]]]:
     """The options that an exporter needs in this test, by its name."""
 
     def of(name: str) -> dict[str, Any]:
-        return {"uri": request.getfixturevalue("mlflow_server")} if name == "mlflow" else {}
+        return {"uri": request.getfixturevalue("mlflow_server")} if name == "mlflow" else _OPTIONS.get(name, {})
 
-    return of
+    yield of
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()  # ends the process that wandb starts
 
 
 def row(step: int, attempt: int) -> dict[str, Any]:
@@ -92,7 +96,7 @@ def test_none_loads_torch() -> None:
     script = (
         "import sys; from raydist import registry\n"
         f"for name in {NAMES!r}: registry.load('exporter', name)\n"
-        "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'tensorflow', 'pandas', 'ray', 'mlflow'}))"
+        "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'tensorflow', 'pandas', 'ray', 'mlflow', 'wandb'}))"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "[]"

@@ -23,7 +23,8 @@ from raydist.worker.distributed import Rank
 from raydist.worker.evaluation import evaluate
 from tests.training import CONTEXT, GROUPED, MODEL, VARIANTS, Trainer, alone, counted, gather_parts, job, run, samples
 
-STEPS, N = 3, 16
+STEPS, MOST = 2, 16
+"""A step with a whole batch, after which optimizers have state, and one with a short batch; and the most samples of a batch."""
 ODD = {**MODEL, "width": 12, "hidden": 20, "dropout": 0.1}
 """No row is a whole number of vectors, so that optimizers see parts with an end; the default has rows of 16."""
 State = Mapping[str, torch.Tensor]
@@ -69,13 +70,15 @@ def hashed(state: State) -> str:
 
 def train(rank: Rank, spec: JobSpec) -> Result:
     """STEPS steps, of which the last has a short batch. tests/worker/test_exactness.py goes on from checkpoints."""
-    trainer = Trainer(rank, spec, full=N * CONTEXT)
+    assert spec.train.virtual_ranks is not None
+    whole = min(MOST, 2 * spec.train.virtual_ranks * spec.train.micro_batch)
+    trainer = Trainer(rank, spec, full=whole * CONTEXT)
     reports = []
     for step in range(1, STEPS + 1):
-        batches = divided(trainer, *samples(N if step != STEPS else 5, seed=step))
+        batches = divided(trainer, *samples(whole if step != STEPS else 5, seed=step))
         report = trainer.step(step, batches, counted(batches), 1e-2, want_stop=False)
         reports.append((report.loss, report.grad_norm))
-    held_out = divided(trainer, *samples(N, seed=99))
+    held_out = divided(trainer, *samples(whole, seed=99))
     loss, _ = evaluate(trainer.mesh, trainer.strategy, trainer.precision, held_out)
     found = state_of(trainer)
     loads = {f"load {n}": t for n, t in trainer.loads.loads.items()}

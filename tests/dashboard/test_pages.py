@@ -6,9 +6,12 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
 import pytest
+from PIL import Image  # of tensorboard
 
 from raydist.run.directory import RunDir
 from raydist.run.log_writer import RunLog
@@ -190,6 +193,57 @@ def test_dragging_over_a_chart_shows_these_steps(dashboard: Dashboard, browser: 
     browser.open(browser.value("document.querySelector('#view a').href"))
     assert browser.value("JSON.parse(document.querySelector('#training svg').dataset.lines).ends") == [1, 200]
     assert browser.value("new URL(location.href).searchParams.get('y')") == "log"
+
+
+def test_a_chart_is_saved_as_a_picture(dashboard: Dashboard, browser: Chromium, tmp_path: Path) -> None:
+    """A line chart with another run's curve, and a heat map: the downloaded PNG is twice the drawing's size, and has the colours of
+    the page in what was drawn, in the title and in the legend. Only the page and its files are requested."""
+    browser.open(f"{dashboard.address}/run/0/base?with={quote(EVIL)}")
+    browser.ask("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path), eventsEnabled=False)
+    for name, file, colour in (
+        ("Loss", "base-Loss.png", ".legend > :last-child .swatch"),
+        ("Memory", "base-Memory.png", None),
+    ):
+        button = f"document.querySelector('button[aria-label=\"save {name} as PNG\"]')"
+        wide, high = browser.value(
+            f"(() => {{ const box = {button}.parentNode.querySelector('svg').viewBox.baseVal; return [box.width, box.height]; }})()"
+        )
+        browser.value(f"{button}.click()")
+        until = time.monotonic() + 240
+        while not (tmp_path / file).exists():
+            assert time.monotonic() < until, "no picture was saved"
+            time.sleep(0.05)
+        with Image.open(tmp_path / file) as picture:
+            shown = picture.convert("RGB")
+        assert shown.width == round(wide * 2) + 48
+        assert shown.height > high * 2 + 48
+        top = shown.height - 24 - round(high * 2)
+        body, head = shown.crop((0, top, *shown.size)), shown.crop((0, 0, shown.width, top))
+        assert shown.getpixel((2, 2)) == (255, 255, 255)
+        assert len(colours(head)) > 3, "title"
+        if colour is None:
+            cells = browser.value(
+                f"[...{button}.parentNode.querySelectorAll('.cells path')].map((one) => getComputedStyle(one).fill)"
+            )
+            assert {rgb(one) for one in cells} <= colours(body)
+        else:
+            own = rgb(browser.value(f"getComputedStyle({button}.parentNode.querySelector('{colour}')).borderTopColor"))
+            assert own in colours(head)
+            assert own in colours(body)
+    assert {one.partition("?")[0] for one in browser.asked if one[:5] not in ("data:", "blob:")} == {
+        *(f"{dashboard.address}{path}" for path in ("/run/0/base", "/look.css", "/chart.js", "/picture.js", "/live.js"))
+    }
+    assert browser.complaints == []
+
+
+def colours(picture: Image.Image) -> set[tuple[int, ...]]:
+    """All colours in it."""
+    return {(int(r), int(g), int(b)) for r, g, b in np.unique(np.asarray(picture).reshape(-1, 3), axis=0)}
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    """Of `rgb(1, 2, 3)`."""
+    return tuple(int(one) for one in colour.removeprefix("rgb(").rstrip(")").split(","))
 
 
 def test_the_list_is_searched_and_links_to_its_pages(dashboard: Dashboard, browser: Chromium) -> None:

@@ -19,7 +19,7 @@ from raydist.dashboard.announced import link
 from raydist.run.directory import RunDir
 from tests.dashboard.conftest import EVIL, Dashboard
 
-PAGES = ("/", "/run/0/base", "/sweep/0/tuned", "/look.css", "/chart.js", "/live.js")
+PAGES = ("/", "/run/0/base", "/sweep/0/tuned", "/look.css", "/chart.js", "/picture.js", "/live.js")
 
 
 def test_every_page_needs_the_token(dashboard: Dashboard) -> None:

@@ -155,6 +155,16 @@ def test_what_helps_against_waiting_for_the_network(spec: dict[str, Any], size: 
     assert setting.rpartition(".")[2] in finding.remedy
 
 
+def test_a_rank_that_is_slow_from_the_start_is_named() -> None:
+    """The more it costs the others, the fewer seconds of history it takes; one that costs a fifth of the time needs all of it."""
+    first = {lost: told(Diagnosis(), rows(120, hog(2, 120, lost=lost)))[0] for lost in (0.2, 0.4, 0.7)}
+    assert all((one.rule, one.rank) == ("cpu_stolen", 2) for _, one in first.values())
+    seconds = [at for at, _ in first.values()]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] <= 2 + 9 + 15  # the first step, SETTLE_S, and the judged parts
+    assert seconds[0] > 40
+
+
 def test_what_the_kernel_names_needs_no_history() -> None:
     """A rank that is held for 4 s is told in the first seconds of a run, where all lack a processor for 0.7 of the time; one that a
     quota keeps back is told there, too, and the same quota of all ranks is told of their node."""
@@ -219,9 +229,14 @@ def steps(losses: Any, norms: Any, first: int = 1) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def judged(made: list[dict[str, Any]], events: list[Event] = [], spec: Any = None) -> list[Finding]:  # noqa: B006
+def judged(
+    made: list[dict[str, Any]],
+    events: list[Event] = [],  # noqa: B006
+    spec: Any = None,
+    every: int = 20,
+) -> list[Finding]:
     diagnosis = Diagnosis(spec=spec)
-    found = [one for i in range(0, len(made), 20) for one in diagnosis.observe([], made[i : i + 20])]
+    found = [one for i in range(0, len(made), every) for one in diagnosis.observe([], made[i : i + every])]
     return found + list(diagnosis.observe([], [], events))
 
 
@@ -234,6 +249,21 @@ def test_a_bad_batch_and_a_high_learning_rate_differ() -> None:
     one[150], big[150] = 6.0, 20.0
     (found,) = judged(steps(one, big))
     assert (found.rule, found.culprit) == ("bad_batch", {"step": 151, "samples_hash": f"{150:016x}"})
+    by_heart = np.concatenate(
+        [[3.0], losses[1:] / 500]
+    )  # of the same shape, but it is next to nothing of the first loss
+    by_heart[150] = 0.02
+    assert judged(steps(by_heart, big)) == []
+    by_heart[150] = 0.2
+    assert [found.rule for found in judged(steps(by_heart, big))] == ["bad_batch"]
+    slowly = losses.copy()
+    slowly[150:165] += 3 * 0.8 ** np.arange(15)  # it comes back, but other batches were high, too
+    (found,) = judged(steps(slowly, big))
+    assert (found.rule, found.culprit) == ("lr_too_high", {"setting": "optim.lr"})
+    for at, looks in ((25, 20), (150, 400)):  # soon after the start; and of many steps between two looks
+        one, big = np.resize(losses, 800), np.resize(norms, 800)
+        one[at], big[at] = 6.0, 20.0
+        assert [found.figures["step"] for found in judged(steps(one, big), every=looks)] == [at + 1]
     rises, grows = losses.copy(), norms.copy()
     rises[150:] += 1.5
     grows[150:] *= 5

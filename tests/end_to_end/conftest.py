@@ -22,6 +22,7 @@ from raydist.cli.main import app
 from raydist.run.directory import RunDir
 from tests.end_to_end.driver import Warm, WarmCommand
 from tests.exact import exact, weights
+from tests.hosts import template_pids
 from tests.leftovers import HELPERS
 from tests.processes import command_line, runs
 
@@ -133,13 +134,17 @@ class Project:
         return done.stdout
 
     def events(self, name: str, *kinds: str) -> list[dict[str, Any]]:
-        """The run's events of these kinds; none given: all."""
-        lines = (self.runs / name / "events.jsonl").read_text().splitlines()
-        return [e for e in map(json.loads, lines) if not kinds or e["kind"] in kinds]
+        """The run's events of these kinds; none given: all. Raises FileNotFoundError if it has not begun."""
+        return [e for e in whole_lines(self.runs / name / "events.jsonl") if not kinds or e["kind"] in kinds]
 
     def weights(self, name: str, step: int) -> dict[str, bytes]:
         """Every tensor of a checkpoint, as from `tests.exact.weights`."""
         return weights(RunDir(self.runs / name), step)
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines that a process may be appending to: without a last line that is not whole."""
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 _PROJECTS: list[Project] = []
@@ -181,7 +186,7 @@ def nothing_left(ranks: Any) -> Iterator[None]:
     for warm in Warm.living:
         warm.settle()
     deadline = time.monotonic() + 240
-    while alive := [name for pid, name in _children().items() if pid not in before | _of_warm_drivers() and name]:
+    while alive := [name for pid, name in _children().items() if pid not in before | _that_stay() and name]:
         if all(any(mark in name for mark in OF_THE_WARM_RAY) for name in alive) and Warm.living:
             break
         assert time.monotonic() < deadline, alive
@@ -195,5 +200,5 @@ def _children() -> dict[int, str]:
     return {pid: name for pid, name in found.items() if not any(helper in name for helper in HELPERS)}
 
 
-def _of_warm_drivers() -> set[int]:
-    return set().union(*(warm.own for warm in Warm.living))
+def _that_stay() -> set[int]:
+    return template_pids().union(*(warm.own for warm in Warm.living))

@@ -2,8 +2,8 @@
 
 A command that starts its own Ray takes about 12 s of CPU time, most of it for imports and Ray's processes. Tests that do not
 check the start or the end of Ray run theirs here. Different from a user's command: `open_session` returns the open session, and
-the workers of one `raydist train` are kept for the next, as with a sweep's cells. The same: the command line, the driver's code,
-its signals, Ray's workers and the ranks.
+the workers of one `raydist train` or `run` are kept for the next, as with a sweep's cells. The same: the command line, the driver's
+code, its signals, Ray's workers and the ranks.
 
 `Warm` is the test's side. `python -m tests.end_to_end.driver` is the driver: it executes one JSON line from stdin after another.
 """
@@ -28,7 +28,7 @@ from typing import Any, TextIO
 import psutil
 
 REPOSITORY = Path(__file__).parents[2]
-START_S, END_S = 120, 30
+END_S = 240
 
 
 class Warm:
@@ -215,7 +215,7 @@ def _serve(folder: str, logs: str) -> None:
         answers.write('"ready"\n')
         for line in sys.stdin:
             order = json.loads(line)
-            if order["arguments"][:1] != ["train"]:
+            if order["arguments"][:1] not in (["train"], ["run"]):
                 kept.end()
                 kept._coordinator = None
             if not order["arguments"]:

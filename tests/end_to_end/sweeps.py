@@ -13,7 +13,7 @@ import yaml
 
 from raydist.records import Event
 from raydist.run.sweep_directory import SweepDir
-from tests.end_to_end.conftest import Project
+from tests.end_to_end.conftest import Project, whole_lines
 from tests.end_to_end.driver import WarmCommand
 
 BASE = {
@@ -63,9 +63,7 @@ class Sweeps:
     def run_events(self, name: str, cell: str, kind: str) -> list[dict[str, Any]]:
         """The cell's events of this kind, from its run's log; [] if the run has not started."""
         path = self.project.runs / name / "runs" / cell / "events.jsonl"
-        if not path.exists():
-            return []
-        return [e for e in map(json.loads, path.read_text().splitlines()) if e["kind"] == kind]
+        return [e for e in whole_lines(path) if e["kind"] == kind] if path.exists() else []
 
     def losses(self, name: str, cell: str) -> list[float]:
         """The loss of every step of the cell."""

@@ -1,6 +1,6 @@
 """Jobs on a real cluster, started by `ray start --head`: by `raydist submit`, by `ray job submit`, and by address.
 
-Over a minute: seven jobs, each with a driver that Ray's jobs API starts.
+Over a minute: eight jobs, each with a driver that Ray's jobs API starts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import Any
 import psutil
 import pytest
 
+from raydist.cluster import ray_worker
+from raydist.launch import fork_server
 from raydist.run.sweep_directory import SweepDir
 from raydist.run.sweep_state import fold
 from tests.exact import exact
@@ -52,33 +54,44 @@ def free_ports(n: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    """The head of a cluster: {"gcs": HOST:PORT, "jobs": http://HOST:PORT}; all its processes are ended with the module."""
-    gcs, dashboard, agent, grpc, client, export, runtime = free_ports(7)
+    """The head of a cluster: {"gcs": HOST:PORT, "jobs": http://HOST:PORT}; all its processes are ended with the module. Workers
+    are forked (tests/host_zygotes.py), except those of a job that ships a raydist of its own."""
+    gcs, dashboard, agent, grpc, export, runtime = free_ports(6)
     with tempfile.TemporaryDirectory(prefix="rd-head-", dir="/tmp") as temp:
         command = [
-            RAY, "start", "--head", "--block", f"--port={gcs}", "--node-ip-address=127.0.0.1", "--num-cpus=2",
+            sys.executable, "-m", "tests.hosts", "start-whole", "--head", "--block", f"--port={gcs}",
+            "--node-ip-address=127.0.0.1", "--num-cpus=2",
             "--include-dashboard=true", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
-            f"--dashboard-agent-grpc-port={grpc}", f"--ray-client-server-port={client}", f"--metrics-export-port={export}",
+            f"--dashboard-agent-grpc-port={grpc}", f"--metrics-export-port={export}",
             f"--runtime-env-agent-port={runtime}", f"--temp-dir={temp}", "--object-store-memory=100000000",
-            "--disable-usage-stats", '--resources={"accelerator_type:A100": 1}',
+            "--disable-usage-stats", "--include-log-monitor=false", "--no-monitor", '--resources={"accelerator_type:A100": 1}',
         ]  # fmt: skip
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | TOKEN | {"RAY_AUTH_MODE": "token"}
         env |= LEAN
         # The `python` of a job's entrypoint is the first on the head's PATH, as in an activated environment.
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+        zygotes = [
+            ray_worker.start_zygote(Path(temp), {**TOKEN, **LEAN, "RAY_AUTH_MODE": "token"}),
+            fork_server.start_zygote(Path(temp), {}),
+        ]
+        for zygote in zygotes:
+            env |= zygote.variables
         with open(f"{temp}/head.log", "wb") as log:
-            head = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+            head = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=log, stderr=log, start_new_session=True)
         try:
             _answers(f"http://127.0.0.1:{dashboard}/api/version", head, f"{temp}/head.log")
             yield {"gcs": f"127.0.0.1:{gcs}", "jobs": f"http://127.0.0.1:{dashboard}"}
             assert head.poll() is None, f"the head has ended meanwhile:\n{Path(temp, 'head.log').read_text()}"
         finally:
-            mine = [] if head.poll() is not None else [psutil.Process(head.pid)]
-            mine += mine[0].children(recursive=True) if mine else []
+            roots = [psutil.Process(each.pid) for each in zygotes]
+            roots += [] if head.poll() is not None else [psutil.Process(head.pid)]
+            mine = [process for root in roots for process in (root, *root.children(recursive=True))]
             for process in mine:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             head.wait(240)
+            for zygote in zygotes:
+                zygote.close()
             _, alive = psutil.wait_procs(mine, timeout=120)
             assert not alive, alive
 
@@ -100,21 +113,22 @@ def _answers(url: str, head: subprocess.Popen[bytes], log: str) -> None:
     raise AssertionError(f"no answer from {url}\n{Path(log).read_text()}")
 
 
-def working_dir(project: Any, name: str) -> tuple[Path, list[str]]:
-    """A folder to upload, with the job and the package. Data and runs are on storage that the nodes share."""
+def working_dir(project: Any, name: str, package: bool = False) -> tuple[Path, list[str]]:
+    """A folder to upload, with the job, and the package or not. Data and runs are on storage that the nodes share."""
     folder = project.root / f"ship-{name}"
     folder.mkdir()
     for file in ("job.yaml", "faulty.py"):
         shutil.copy(project.root / file, folder)
-    shutil.copytree(REPOSITORY / "raydist", folder / "raydist", ignore=shutil.ignore_patterns("__pycache__"))
+    if package:
+        shutil.copytree(REPOSITORY / "raydist", folder / "raydist", ignore=shutil.ignore_patterns("__pycache__"))
     data = ["--set", f"data.path={project.root / 'data'}", "--storage", str(project.runs)]
     return folder, [*project.options(name), "--name", name, *data]
 
 
 def test_raydist_submit(project: Any, cluster: dict[str, str], undisturbed: dict[str, Any]) -> None:
-    """`raydist submit` uploads the folder, follows the log to the end, and exits with 0. The job's driver is killed once;
-    `submit` submits the job again, and the run equals the one on a private Ray, bit for bit."""
-    folder, arguments = working_dir(project, "submitted")
+    """`raydist submit` uploads the folder, with a raydist in it, follows the log to the end, and exits with 0. The job's driver is
+    killed once; `submit` submits the job again, and the run equals the one on a private Ray, bit for bit."""
+    folder, arguments = working_dir(project, "submitted", package=True)
     (folder / "faults.yaml").write_text("- {fault: kill_driver, step: 5}\n")
     (folder / ".gitignore").write_text("*.yaml\n")  # files that the job names are uploaded nevertheless
     (folder / "old/attempts").mkdir(parents=True)
@@ -145,6 +159,16 @@ def test_ray_job_submit(project: Any, cluster: dict[str, str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(s for s in done.stdout.splitlines() if s.startswith('{"run"'))
     assert json.loads(line)["status"] == "finished"
+
+
+def test_a_users_loop_by_address(project: Any, cluster: dict[str, str]) -> None:
+    """`raydist run` ships the working directory, with the script, and trains there; a rank is killed by --faults."""
+    (project.root / "kill.yaml").write_text("- {fault: kill, rank: 1, step: 3}\n")
+    options = ["--faults", "kill.yaml", "--workers", "2", "--name", "own-cluster", "--address", cluster["gcs"]]
+    done = project.raydist("run", "loop.py", *options, "--", "5", "sound", env=TOKEN)
+    assert done.returncode == 0, done.stderr
+    assert (project.show("own-cluster")["status"], len(project.steps("own-cluster"))) == ("finished", 5)
+    assert [(e["rank"], e["fault"]) for e in project.events("own-cluster", "failure")] == [(1, "worker_died")]
 
 
 def test_what_a_cluster_refuses(project: Any, cluster: dict[str, str]) -> None:

@@ -81,7 +81,9 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed
     process.wait(200)
     assert process.returncode == 0, (project.root / "lost.log").read_text()
     (resumed,) = project.events("lost", "resumed")
-    assert (resumed["source"], resumed["step"] in (2, 4)) == ("memory", True)
+    # Of step 2 or 4. A snapshot that is due while the one before is being copied is taken a step later.
+    assert resumed["source"] == "memory"
+    assert 2 <= resumed["step"] <= 5
     assert exact(project.steps("lost")) == exact(undisturbed["rows"])
     assert project.weights("lost", 12) == undisturbed["weights"]
     for host in ray_hosts.hosts:

@@ -155,9 +155,16 @@ def test_killed_and_started_again(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatc
 
     again = sweeps.warm_start("again", "--json")
     until(again, lambda: len(sweeps.cells("again")) == 3)
-    children = psutil.Process(again.pid).children(recursive=True)
-    (sampler,) = [child for child in children if "ray::Sampler" in command_line(child)]
-    sampler.kill()
+    samplers: list[psutil.Process] = []
+
+    def one_sampler() -> bool:
+        """Whether that of the second try has exited."""
+        children = psutil.Process(again.pid).children(recursive=True)
+        samplers[:] = [child for child in children if "ray::Sampler" in command_line(child)]
+        return len(samplers) == 1
+
+    until(again, one_sampler)
+    samplers[0].kill()
     out, err = again.communicate(timeout=240)
     assert again.returncode == 0, err
     told = json.loads(out)

@@ -21,8 +21,9 @@ from tests.processes import command_line, runs
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """A head without CPUs, and a node with two."""
-    with Hosts(2) as hosts, Cluster(hosts, size=1, cpus=0, env=WATCHFUL) as made:
+    """A head without CPUs, and a node with two. `plain`: the fault kills what is below the raylet, and the two agents of the node
+    share a zygote that one of them starts."""
+    with Hosts(2) as hosts, Cluster(hosts, size=1, cpus=0, env=WATCHFUL, plain=True) as made:
         made.add_node(hosts[1], cpus=2)
         yield made
 

@@ -5,6 +5,7 @@ Over a minute: three drivers, each with a Ray of its own, because two of the sig
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 
 from raydist.faults import KillProcess
 from tests.faults.conftest import GPT, write
-from tests.processes import command_line
+from tests.processes import command_line, runs
 
 END_S = 300
 PROCESSES = {
@@ -29,14 +30,36 @@ PROCESSES = {
 
 
 class Trained:
-    """A run in a driver of its own, which has saved a checkpoint."""
+    """A run in a driver of its own, whose Ray has started: before the run's first step, which comes seconds later.
+
+    `central`: pids of Ray's own processes by their name.
+    """
 
     def __init__(self, project: Any, name: str, *options: str) -> None:
         self.project, self.name = project, name
         job = [*GPT, "--set", "train.steps=1000000", "--set", "checkpoint.every=20", "--set", "eval.every=1000000"]
         self.process: subprocess.Popen[str] = project.start("train", "job.yaml", "--name", name, *job, *options)
-        self.until(lambda: bool(list((project.runs / name).glob("checkpoints/step-*/MANIFEST-*"))))
-        self.below = psutil.Process(self.process.pid).children(recursive=True)
+        self.below: set[psutil.Process] = set()
+        self.central: dict[str, int] = {}
+        self.until(self._has_started)
+
+    def _has_started(self) -> bool:
+        self.look()
+        for name in ("GCS", "raylet"):
+            for process in self.below:
+                if PROCESSES[name] in command_line(process):
+                    self.central[name] = process.pid
+        return len(self.central) == 2
+
+    def look(self) -> None:
+        """Notes the processes that run below the driver."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.below.update(psutil.Process(self.process.pid).children(recursive=True))
+
+    def until_saved(self) -> None:
+        """Waits for a checkpoint."""
+        self.until(lambda: bool(list((self.project.runs / self.name).glob("checkpoints/step-*/MANIFEST-*"))))
+        self.look()
 
     def until(self, true: Callable[[], bool]) -> None:
         """Waits for it while the run goes on."""
@@ -58,8 +81,8 @@ class Trained:
     def ended(self) -> tuple[int, str]:
         """Its exit code and stderr; nothing of it is left."""
         _, err = self.process.communicate(timeout=END_S)
-        _, alive = psutil.wait_procs(self.below, timeout=120)
-        assert not alive, err
+        _, alive = psutil.wait_procs(list(self.below), timeout=120)
+        assert not [process for process in alive if runs(process)], err
         assert "Traceback" not in err, err
         assert self.project.show(self.name)["status"] == "stopped", f"exit code {self.process.returncode}: {err}"
         return self.process.returncode, err
@@ -70,7 +93,10 @@ def test_killed(project: Any, name: Any) -> None:
     """By a fault of rank 1. Exit code 3 with that cause. Without the GCS the ranks save a checkpoint first."""
     fault = KillProcess(rank=1, step=45, process=name.lower())
     run = Trained(project, f"killed-{name.lower()}", *write(project, f"killed-{name.lower()}", [fault]))
-    pid, before = run.pid(name), 40
+    while run.process.poll() is None:
+        run.look()
+        time.sleep(0.05)  # the fault may come at any time
+    pid, before = run.central[name], 40
     code, err = run.ended()
     assert code == 3
     cause = f"Ray's {name} (process {pid}) has exited, killed by SIGKILL; run the same command again to continue"
@@ -84,6 +110,7 @@ def test_stopped(project: Any) -> None:
     the run with exit code 3 and that cause.
     """
     run = Trained(project, "frozen")
+    run.until_saved()
     pids = [run.pid(name) for name in PROCESSES]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)

@@ -34,6 +34,7 @@ from raydist.faults import (
     KillAgent,
     KillDriver,
     KillMonitor,
+    Leak,
     LossSpike,
     MemoryHog,
     NoDescriptors,
@@ -66,16 +67,16 @@ DEATHS: list[tuple[Fault, str, str]] = [
     (Abort(rank=1, step=5, phase="update"), "worker_died", "SIGABRT"),
     (Exit(rank=0, step=7, code=3), "user_error", "ended with SystemExit: 3"),
     (Raise(rank=1, step=8, message="a bug in the model"), "user_error", "InjectedError: a bug in the model"),
-    (Suspend(rank=1, step=13), "worker_hung", "stopped (SIGSTOP); in step 13 for . s in forward"),
-    (HoldGil(rank=0, step=18, phase="backward"), "worker_hung", "holds the GIL; in step 18 for . s in backward"),
-    (Deadlock(rank=1, step=23, phase="update"), "worker_hung", "in step 23 for . s in update"),
+    (Suspend(rank=1, step=13), "worker_hung", r"stopped (SIGSTOP); in step 13 for \d+ s in forward"),
+    (HoldGil(rank=0, step=18, phase="backward"), "worker_hung", r"holds the GIL; in step 18 for \d+ s in backward"),
+    (Deadlock(rank=1, step=23, phase="update"), "worker_hung", r"in step 23 for \d+ s in update"),
 ]
 """The fault; the kind of its event `failure`, and a part of the cause."""
 
 HICCUPS: list[Fault] = [
     DiskFull(rank=1, step=9, operations=1),
     StorageGone(rank=1, step=20, operations=1),
-    StuckData(rank=1, step=29),  # for a second, in which the save of step 27 is completed
+    StuckData(rank=1, step=29),  # for two seconds, in which the save of step 27 is completed
     ReadOnly(rank=0, step=30, operations=1),
     SlowStorage(step=31, delay=0.1, seconds=0.3),
     Pause(rank=1, step=32, seconds=0.1, gap=0.1, stops=2),
@@ -96,6 +97,7 @@ HICCUPS: list[Fault] = [
     OneWayCut(rank=1, step=49, seconds=0.3),
     SlowDisk(rank=0, step=33, seconds=0.3, bytes_per_s=1 << 18),
     Garbage(rank=1, step=34, objects=1000),
+    Leak(rank=1, step=35, steps=3),
     SlowRank(rank=0, step=35, seconds=0.05, steps=2),
 ]
 """Faults after which the attempt continues."""
@@ -113,7 +115,7 @@ REST: list[Fault] = [
     KillDriver(step=59),
 ]
 
-PATIENCE = ["--set", "recovery.step_timeout=5", "--set", "recovery.data_timeout=1"]
+PATIENCE = ["--set", "recovery.step_timeout=5", "--set", "recovery.data_timeout=2"]
 
 
 def damage() -> list[Fault]:
@@ -215,8 +217,9 @@ def test_damaged_checkpoints_are_rejected(disturbed: Any) -> None:
 
 def test_a_stuck_loader_is_started_again(disturbed: Any) -> None:
     """The event has the rank, the step, and the line at which the loader's thread blocks; no attempt ends."""
-    (stalled,) = disturbed.events("disturbed", "data_stalled")
-    assert (stalled["rank"], stalled["step"], stalled["final"]) == (1, 29, False)
+    # On a busy machine a loader may take as long in another step.
+    (stalled,) = (event for event in disturbed.events("disturbed", "data_stalled") if event["step"] == 29)
+    assert (stalled["rank"], stalled["final"]) == (1, False)
     assert "injector.py" in stalled["where"]
 
 
@@ -237,7 +240,7 @@ def test_bad_numbers_lack_of_memory_and_a_crash_loop(project: Any) -> None:
     stages have it): a replica that differs is repaired; bad steps are skipped, and the event names the ranks; a rank that skips a
     collective is named as the cause of the hang; each lack of memory halves the micro-batch; a bug that is raised three times in a
     row stops the run, with exit code 3."""
-    policy = ["recovery.on_nan=skip", "recovery.spike.factor=3", "recovery.spike.window=3", "recovery.step_timeout=2"]
+    policy = ["recovery.on_nan=skip", "recovery.spike.factor=3", "recovery.spike.window=3", "recovery.step_timeout=5"]
     fields = [*policy, "train.check_replicas=1", "cluster.workers=6", "train.global_batch=12", "train.micro_batch=4",
               "parallel.pipeline=2", "model.layers=2", "cluster.cpus_per_worker=0.3"]  # fmt: skip
     command = [word for field in fields for word in ("--set", field)]

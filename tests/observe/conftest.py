@@ -52,7 +52,7 @@ def push_until_it_is_back() -> Callable[[Any, list[dict[str, Any]]], None]:
             try:
                 ray.get(monitor.push.remote(records, []), timeout=30)
                 return
-            except ray.exceptions.RayActorError:
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 assert time.monotonic() < deadline, "the monitor did not come back"
 
     return push

@@ -91,7 +91,7 @@ def test_one_that_nobody_takes_ends(tmp_path: Path) -> None:
     assert (tmp_path / "slots").is_dir()
     monitors.end()
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(ready.command.remote(None), timeout=60)
+        ray.get(ready.command.remote(None), timeout=240)
     assert not (tmp_path / "slots").exists()
     monitors.prepare()
     assert monitors._ready is None

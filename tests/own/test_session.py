@@ -1,6 +1,6 @@
 """A user's own loop: real ranks over gloo that find each other by Open MPI's variables, and one of them is really killed.
 
-Over a minute: eight processes that import torch, which takes seconds of processor time each.
+Over a minute: three pairs of processes that import torch. All that needs no kill is in one pair.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import pytest
 import torch
 
 import raydist.own as rd
-from raydist.errors import SpecChanged, UsageError, UserError
+from raydist.errors import GraphMismatch, SpecChanged, UsageError, UserError
 from raydist.own.launcher import translate
+from tests.own import loops_of_a_user as user
 
-SCRIPT = Path(__file__).with_name("loop_of_a_user.py")
 
-
-def run(storage: Path, killed_at: int = 0, leaves_at: int = 0, world: int = 2) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each rank."""
+def run(*args: object, world: int = 2) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each rank of loops_of_a_user.py."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -33,7 +32,7 @@ def run(storage: Path, killed_at: int = 0, leaves_at: int = 0, world: int = 2) -
     for rank in range(world):
         launcher = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world)}
         env = {**os.environ, **launcher, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(SCRIPT), str(storage), str(killed_at), str(leaves_at)]
+        command = [sys.executable, user.__file__, *map(str, args)]
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
         told = [rank.communicate(timeout=300) for rank in ranks]
@@ -45,35 +44,83 @@ def run(storage: Path, killed_at: int = 0, leaves_at: int = 0, world: int = 2) -
     return [(rank.returncode, *text) for rank, text in zip(ranks, told, strict=True)]
 
 
-def outcomes(storage: Path) -> list[dict[str, Any]]:
+def outcomes(*args: object) -> list[dict[str, Any]]:
     """What each rank of a run that ends well has printed."""
-    ended = run(storage)
+    ended = run(*args)
     assert [code for code, _, _ in ended] == [0, 0], ended
     return [json.loads(out) for _, out, _ in ended]
 
 
-def test_a_killed_rank_changes_no_bit(tmp_path: Path) -> None:
-    """Each sample is trained once in an epoch; after a SIGKILL the script, run again, ends with the bits of an undisturbed one."""
-    whole = outcomes(tmp_path / "whole")
-    assert sorted(whole[0]["ids"] + whole[1]["ids"]) == list(range(103))
-    assert len(whole[0]["losses"]) == 11
-    assert whole[0]["losses"] == whole[1]["losses"]
-    assert whole[0]["weights"] == whole[1]["weights"]
-    killed = run(tmp_path / "killed", killed_at=7)
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """(storage, what each rank has printed) of all sessions."""
+    storage = tmp_path_factory.mktemp("sessions")
+    return storage, outcomes(storage)
+
+
+def test_a_killed_rank_changes_no_bit(sessions: tuple[Path, list[dict[str, Any]]]) -> None:
+    """With dropout, random transforms, running statistics and split gradients: after a SIGKILL the script, run again, goes on from
+    the newest checkpoint, and ends with the bits of an undisturbed run."""
+    storage, ranks = sessions
+    whole = ranks[0]["noisy"][0]
+    assert len(whole["losses"]) == user.STEPS
+    assert whole["losses"] == ranks[1]["noisy"][0]["losses"]
+    killed = run(storage, "killed", 5)
     assert killed[1][0] == -signal.SIGKILL
     assert killed[0][0] > 0, killed
-    again = outcomes(tmp_path / "killed")
-    made = again[0]["losses"]
-    assert made == whole[0]["losses"][4:]  # it went on from the checkpoint of step 4
-    assert [rank["weights"] for rank in again] == [rank["weights"] for rank in whole]
+    again = outcomes(storage, "killed", 0)
+    assert again[0]["losses"] == whole["losses"][4:]
+    assert [rank["weights"] for rank in again] == [whole["weights"]] * 2
 
 
-def test_a_rank_that_leaves_its_loop_is_named(tmp_path: Path) -> None:
-    """On every rank, and none waits for the others."""
-    ended = run(tmp_path, leaves_at=3)
-    for code, _, errors in ended:
-        assert code == 1
-        assert "step 3: rank 1 left its loop, and the others did not" in errors
+def losses(runs: list[dict[str, Any]]) -> list[float]:
+    """Of the sessions of a run."""
+    return [float.fromhex(loss) for session in runs for loss in session["losses"]]
+
+
+def close(runs: list[dict[str, Any]]) -> Any:
+    """For comparison: the same sums in another order, in fp32."""
+    return pytest.approx(losses(runs), rel=1e-5)
+
+
+def test_strategies_train_the_same_numbers(sessions: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    """Of one process; to the bit after a pause; a checkpoint of one is continued under every other, and by one process. Every rank
+    ends with the same whole weights, and the scheduler's rates. A rank without samples changes nothing."""
+    storage, ranks = sessions
+    alone = user.trained(str(tmp_path), "alone", "ddp")
+    assert len(alone["losses"]) == user.STEPS
+    assert sorted(alone["ids"])[:3] == [0, 0, 1], "an epoch ends within the run, with a batch of one sample"
+    for strategy in user.STRATEGIES:
+        whole, paused = ranks[0][strategy], ranks[0][f"{strategy} paused"]
+        assert losses(whole) == close([alone])
+        assert losses(paused) == losses(whole)
+        assert paused[-1]["weights"] == whole[0]["weights"] == ranks[1][strategy][0]["weights"]
+        assert paused[-1]["rate"] == whole[0]["rate"] == alone["rate"]
+        assert sorted(whole[0]["ids"] + ranks[1][strategy][0]["ids"]) == sorted(alone["ids"])
+    after = user.trained(str(storage), "crossed", "zero3")
+    assert len(after["losses"]) == 2
+    assert losses([*ranks[0]["crossed"], after]) == close([alone])
+    assert after["rate"] == alone["rate"]
+
+
+def test_samples_of_a_stream(sessions: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    """One rank has each, once in an epoch; after a pause the next ones follow, also where ranks had read a batch that they did not
+    train. A stream that is not the same on every rank is refused."""
+    _, ranks = sessions
+    alone = user.trained(str(tmp_path), "alone", "ddp", dataset=user.Stream(user.data()))
+    assert alone["ids"] == [*range(25), *range(16)]
+    for kind in ("stream", "stream paused"):
+        trained = [i for rank in ranks for session in rank[kind] for i in session["ids"]]
+        assert sorted(trained) == sorted(alone["ids"])
+        assert losses(ranks[0][kind]) == losses(ranks[0]["stream"]) == close([alone])
+    for rank in ranks:
+        assert rank["apart"] == "dataset: its state on rank 1 is another than on rank 0"
+
+
+def test_a_rank_that_leaves_its_loop_is_named(sessions: tuple[Path, list[dict[str, Any]]]) -> None:
+    """On every rank, and none waits for the others: before a sum within backward, and before weights are gathered for forward."""
+    for rank in sessions[1]:
+        assert rank["left"] == ["step 3: rank 1 left its loop, and the others did not"] * 2
 
 
 def small(storage: Path, dataset: object = tuple(range(8)), batch: int = 4, **more: Any) -> rd.Session:
@@ -88,6 +135,30 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
     """Of the dataset, the optimizer, the loss, the calls' order, and a second session."""
     with pytest.raises(UserError, match="dataset: generator has no length"):
         small(tmp_path, (i for i in range(8)))
+    with pytest.raises(UserError, match="strategy: 'zreo3' is not known"):
+        small(tmp_path, strategy="zreo3")
+    with pytest.raises(UserError, match="optimizer: Adafactor does not update each element by itself"):
+        model = torch.nn.Linear(1, 1)
+        rd.session(model, torch.optim.Adafactor(model.parameters()), [1], steps=1, batch=1, strategy="zero1")
+    with pytest.raises(UserError, match="model: it is compiled whole, and with strategy: zero3"):
+        rd.session(
+            torch.compile(model, backend="eager"),
+            torch.optim.SGD(model.parameters()),
+            [1],
+            steps=1,
+            batch=1,
+            strategy="zero3",
+        )
+    with pytest.raises(UserError, match="optimizer: it has state of steps before the session"):
+        used = torch.optim.SGD(model.parameters(), momentum=0.9)
+        model(torch.ones(1)).backward()
+        used.step()
+        rd.session(model, used, [1], steps=1, batch=1, strategy="zero2")
+    with pytest.raises(UserError, match=r"trains parameters in float32, not weight \(float64\)"):
+        double = torch.nn.Linear(1, 1).double()
+        rd.session(double, torch.optim.SGD(double.parameters()), [1], steps=1, batch=1, strategy="zero1")
+    with pytest.raises(UserError, match="scheduler: it is of another optimizer"):
+        small(tmp_path, scheduler=torch.optim.lr_scheduler.StepLR(used, 1))
     with pytest.raises(UserError, match="micro_batch: 0"):
         small(tmp_path, micro_batch=0)
     with pytest.raises(UserError, match="optimizer: it does not have bias"):
@@ -100,6 +171,19 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"the loss is not a scalar: \[4\]"):
             s.backward(torch.zeros(4))
         with pytest.raises(UsageError, match="without a backward"):
+            s.step()
+    with (
+        pytest.raises(GraphMismatch, match="these parameters take no part in the loss: bias"),
+        small(tmp_path / "f") as s,
+    ):
+        for _ in s:
+            s.backward(s.model.weight.sum())
+    with (
+        pytest.raises(GraphMismatch, match="step 2: on rank 0 these parameters took no part in the loss: bias"),
+        small(tmp_path / "g") as s,
+    ):
+        for _ in s:
+            s.backward((s.model.bias if s.number == 1 else 0) + s.model.weight.sum())
             s.step()
     with small(tmp_path / "d") as s:
         for _ in s:
@@ -116,6 +200,25 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="rank 0 has not called backward"), small(tmp_path / "c") as s:
         for _ in s:
             pass
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
+    """A checkpoint of either is continued by the other. The compiler of torch's eager mode: the wrapper is what counts."""
+    made = []
+    for compiled in (True, False):
+        torch.manual_seed(1)
+        model: Any = torch.nn.Linear(1, 1)
+        model = torch.compile(model, backend="eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with rd.session(model, optimizer, [1.0, 2.0, 3.0], steps=4, batch=2, storage=str(tmp_path)) as s:
+            for x in s:
+                if compiled and s.number == 3:
+                    break
+                s.backward(s.model(x.float()[:, None]).square().mean(), weight=len(x))
+                s.step()
+        made += s.losses
+    assert len(made) == 4
+    assert made[3] < made[0]
 
 
 def test_launchers_variables() -> None:

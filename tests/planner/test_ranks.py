@@ -204,13 +204,22 @@ MESHES = {
 }
 
 
+_PLANNERS: dict[str, Planner] = {}
+
+
+def planner_of(spec: JobSpec) -> Planner:
+    """Shares what it measures with those of the same model on other meshes, as for the choices of `raydist plan`."""
+    same = spec.model.model_dump_json() + spec.precision.model_dump_json()
+    return _PLANNERS.setdefault(same, Planner(spec, VOCAB, "cpu")).of(spec)
+
+
 @pytest.mark.parametrize("name", MESHES)
 def test_what_ranks_hold_and_send(ranks: Any, name: str) -> None:
     """On each rank: parameters, gradients and optimizer state within 5%; what it sends within 1%; malloc's peak of a step within
     20%, and where nothing is shared with other replicas, also what the peak has beside the state: activations and transfers."""
     spec = MESHES[name]
     world, pipeline, strategy = spec.cluster.most, spec.parallel.pipeline, spec.parallel.strategy
-    planner = Planner(spec, VOCAB, "cpu")
+    planner = planner_of(spec)
     planned = estimates(strategy, spec, Machine(world, world, "cpu"), planner.model(), planner.measure)
     assert len(planned) == pipeline
     for number, found in enumerate(run(ranks, figures, world, spec)):

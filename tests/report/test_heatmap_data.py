@@ -106,6 +106,28 @@ def test_steps_trained_twice_show_the_newest_attempt() -> None:
     assert np.nanmax(grid.values) == pytest.approx(1.0)
 
 
+def test_shares_over_time() -> None:
+    """Of each second 0.6 s of rank 0 are compute, 0.3 s exposed, 0.1 s data; rank 1 does nothing from second 51 on. Where readings
+    of two attempts have a gap, cells are empty."""
+    rows = [reading(at, rank, 1, at, min(at, 50) if rank else at) for at in range(101) for rank in (0, 1)]
+    rows += [reading(200 + at, rank, 2, 100 + at, at) for at in range(101) for rank in (0, 1)]
+    found = heatmap_data.shares(gathered(rows, 300.0), T, T + 300)
+    assert found is not None
+    for name, share in (("compute", (0.6, 0.8)), ("exposed", (0.3, 0.1)), ("data", (0.1, 0.1))):
+        grid = found[name]
+        middle = (grid.edges[:-1] + grid.edges[1:]) / 2
+        assert (grid.rows, grid.edges[-1], len(middle)) == (["0", "1"], 300.0, 100)
+        assert np.isnan(grid.values[:, (middle > 102) & (middle < 198)]).all()
+        trained = (middle < 48) | (middle > 202)
+        for rank in (0, 1):
+            assert grid.values[rank, trained] == pytest.approx(share[rank])
+        later = (middle > 54) & (middle < 98)
+        assert grid.values[0, later] == pytest.approx(share[0])
+        assert grid.values[1, later] == pytest.approx(0.0)
+    assert heatmap_data.shares(gathered(rows[:2]), T, T + 300) is None, "one reading of a rank"
+    assert heatmap_data.shares(gathered([]), 0.0, 9.0) is None
+
+
 def test_a_thousand_ranks_share_rows() -> None:
     """The highest value of a row's ranks is shown, and the row names these ranks."""
     values = np.ones((1000, 3))

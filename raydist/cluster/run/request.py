@@ -21,9 +21,10 @@ from raydist.spec import JobSpec
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call of `raydist train`, after all checks.
+    """One call of `raydist train` or `raydist run`, after all checks.
 
-    `before(at)`: the seconds of each stage of the command until that Unix time; None: no user waited for them.
+    `before(at)`: the seconds of each stage of the command until that Unix time; None: no user waited for them. `script`: the fields
+    of raydist.launch.script.Script; None: the ranks run raydist's own loop.
     """
 
     spec: JobSpec
@@ -35,6 +36,7 @@ class Request:
     faults: Sequence[Fault] = ()
     exporters: Sequence[Mapping[str, Any]] = DEFAULT_EXPORTERS
     before: Callable[[float], Mapping[str, float]] | None = None
+    script: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

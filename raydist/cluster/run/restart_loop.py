@@ -191,6 +191,7 @@ class RestartLoop:
             "incident": incident,
             "before": dict(request.before(begun)) if incident is None and request.before else None,
             "memory_store": snapshot,
+            "script": request.script,
         }
 
     def _after(self, failure: Failure, number: int, history: History) -> Ending | None:

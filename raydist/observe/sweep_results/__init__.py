@@ -25,6 +25,7 @@ from raydist.run.directory import RunDir
 from raydist.run.sweep_directory import SweepDir
 
 PLACES = {"tensorboard": "hparams", "mlflow": "mlflow"}
+_OF_SWEEP = {"mlflow": "experiment", "wandb": "group"}
 """Exporter -> the file in this folder that exports rows to the same tool."""
 
 
@@ -103,13 +104,12 @@ def choose(exporters: Iterable[Mapping[str, Any]], folder: SweepDir) -> list[Pla
 
 
 def of_sweep(exporters: Iterable[Mapping[str, Any]], folder: SweepDir) -> list[dict[str, Any]]:
-    """A trial's exporters, not resolved yet: in MLflow its run is in the sweep's experiment, unless the job names one."""
-    return [
-        {
-            "name": each["name"],
-            "options": {**each["options"], "experiment": each["options"].get("experiment") or folder.name},
-        }
-        if each["name"] == "mlflow"
-        else dict(each)
-        for each in exporters
-    ]
+    """A trial's exporters, not resolved yet: its MLflow run is in the sweep's experiment, and its W&B run in the sweep's group,
+    unless the job names one."""
+    found = []
+    for each in exporters:
+        options, place = dict(each["options"]), _OF_SWEEP.get(each["name"])
+        if place is not None:
+            options[place] = options.get(place) or folder.name
+        found.append({"name": each["name"], "options": options})
+    return found

@@ -22,6 +22,24 @@ _MEMORY = {
     "reserved_bytes": "memory reserved by torch's allocator on the rank's device",
     "rss_bytes": "resident memory of the rank's process",
 }
+_SHARES = {
+    "compute": (
+        "Compute",
+        "share in forward, backward and update, without exposed communication",
+        "A rank that computes more than the others is waited for.",
+    ),
+    "exposed": (
+        "Exposed communication",
+        "share in collectives, not overlapped with compute",
+        "Waiting for a slower rank is part of it.",
+    ),
+    "data": (
+        "Data",
+        "share in waiting for a batch",
+        "Empty cells have no readings: the ranks start, or recover.",
+    ),
+}
+"""Title, what a value is, and how to read it."""
 _NARROW = 0.75
 """The memory scale begins at this share of its maximum or lower, so that a small change does not look large."""
 _SPREAD = math.log2(2.0)
@@ -40,29 +58,14 @@ def memory(report: Report) -> Markup | list[Markup | None]:
     column, grid = report.memory[0], report.memory[1].grouped()
     low, high = float(np.nanmin(grid.values)), float(np.nanmax(grid.values))
     low = min(low, _NARROW * high)
-    begins = [(a.attempt, a.start) for a in report.spans if a.what in ("startup", "recovery")]
-    seen: set[int] = set()
-    marks = []
-    for attempt, at in begins:
-        if attempt not in seen and attempt != report.spans[0].attempt:
-            marks.append(Mark(at - report.spans[0].start, f"attempt {attempt}"))
-        seen.add(attempt)
-    chart = heatmap.chart(
+    chart = _over_time(
+        report,
         "Memory",
-        grid.values,
-        unit=f"rank by time: {_MEMORY[column]}",
-        limits=(low, high),
-        edges=(0.0, float(grid.edges[-1])),
-        x_ticks=axes.time_ticks(0.0, float(grid.edges[-1])),
-        x_form=axes.clock,
-        x_name="since the first attempt's start",
-        rows=grid.rows,
-        y_name="rank",
-        columns=[f"{axes.clock(a)} to {axes.clock(b)}" for a, b in zip(grid.edges[:-1], grid.edges[1:], strict=True)],
-        form=text.size,
-        legend=[(low, text.size(low)), (high, text.size(high))],
-        about="memory of each rank over time; the table below has its minimum, median and maximum",
-        marks=marks,
+        grid,
+        _MEMORY[column],
+        (low, high),
+        text.size,
+        "memory of each rank over time; the table below has its minimum, median and maximum",
     )
     words = f"Each cell shows the maximum of its readings.{_shared(grid)} Empty cells have no reading."
     rows = sorted(facts["memory"]["ranks"], key=lambda row: row["most"], reverse=True)
@@ -121,6 +124,45 @@ def slowness(report: Report) -> Markup | list[Markup | None]:
         tag("p", tag("b", "Slow: ") if slow else None, found, ".", class_="note"),
         tag("p", words, class_="note"),
     ]
+
+
+def shares(report: Report) -> list[list[Markup]]:
+    """The heat maps rank x time of compute, exposed communication and data; none without readings."""
+    made = []
+    for name, one in (report.shares or {}).items():
+        grid, (title, about, words) = one.grouped(), _SHARES[name]
+        chart = _over_time(report, title, grid, about, (0.0, 1.0), "{:.0%}".format, f"{title} of each rank over time")
+        made.append([chart, tag("p", f"{words}{_shared(grid)}", class_="note")])
+    return made
+
+
+def _over_time(
+    report: Report, title: str, grid: Grid, about: str, limits: tuple[float, float], form: axes.Form, described: str
+) -> Markup:
+    """A heat map rank x time with the attempts. `about`: what a value is; `described`: for screen readers."""
+    seen: set[int] = set()
+    marks = []
+    for attempt, at in [(span.attempt, span.start) for span in report.spans if span.what in ("startup", "recovery")]:
+        if attempt not in seen and attempt != report.spans[0].attempt:
+            marks.append(Mark(at - report.spans[0].start, f"attempt {attempt}"))
+        seen.add(attempt)
+    return heatmap.chart(
+        title,
+        grid.values,
+        unit=f"rank by time: {about}",
+        limits=limits,
+        edges=(0.0, float(grid.edges[-1])),
+        x_ticks=axes.time_ticks(0.0, float(grid.edges[-1])),
+        x_form=axes.clock,
+        x_name="since the first attempt's start",
+        rows=grid.rows,
+        y_name="rank",
+        columns=[f"{axes.clock(a)} to {axes.clock(b)}" for a, b in zip(grid.edges[:-1], grid.edges[1:], strict=True)],
+        form=form,
+        legend=[(limit, form(limit)) for limit in limits],
+        about=described,
+        marks=marks,
+    )
 
 
 def _shared(grid: Grid) -> str:

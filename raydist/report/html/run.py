@@ -56,7 +56,8 @@ def render(report: Report) -> bytes:
 def parts(report: Report, view: curves.View | None = None) -> dict[str, Markup]:
     """The elements of the page by their ids, in order: the heading with the figures, then the sections."""
     facts = report.facts
-    heat = tag("div", [tag("div", part) for part in (ranks.memory(report), ranks.slowness(report))], class_="charts")
+    maps = (ranks.memory(report), ranks.slowness(report), *ranks.shares(report))
+    heat = tag("div", [tag("div", part) for part in maps], class_="charts")
     sections = {
         "goodput": ("Where the time went", _goodput(report)),
         "training": ("Training", curves.charts(report, view)),

@@ -5,6 +5,7 @@ Runs anywhere, from the sweep's folder alone. Must not import torch or ray.
     forecast.py      before it runs: its cells, and their time and cost
     figures.py       the figures of one cell's run
     time_to_loss.py  the time and cost at which cells reached a loss
+    remaining.py     while it runs: its time and cost until the end
     standing.py      while it runs: which cells ended last, and the best so far
     results.py       one row per point; results.parquet; the best cell's job
     stats.py         Student's t: intervals of means and of differences

@@ -68,7 +68,8 @@ class Injector:
         self._run, self._rank, self._attempt, self._memory = RunDir(run.storage), rank, attempt, memory
         self._passed: set[str] = set()
         self._model: nn.Module | None = None
-        self._tampering: Fault | None = None
+        self._tampering: tuple[int, Fault] | None = None
+        """(last step, fault) of one in the model's numbers."""
         self._slow: list[tuple[int, float]] = []
         """(last step, seconds) of slow ranks."""
         self._slept = 0
@@ -77,6 +78,9 @@ class Injector:
         self._slow_data: list[tuple[int, float]] = []
         self._garbage: list[tuple[int, list[Any]]] = []
         """(last step, objects that are kept) of faults of the garbage collector."""
+        self._leaks: list[tuple[int, int, torch.device]] = []
+        """(last step, bytes in each step, where)."""
+        self._leaked: list[Tensor] = []
         self._ill = Illness()
         if any(isinstance(fault, faults.StorageFault) for _, fault in self._due):
             run.storage = ill_storage(run.full_uri, self._ill)
@@ -110,7 +114,7 @@ class Injector:
         return slowly
 
     def _reached(self, step: int, phase: str) -> None:
-        if phase == "data":
+        if phase == "data" and self._tampering is not None and step > self._tampering[0]:
             self._tampering = None
         for name, fault in self._due:
             here = fault.step == step and fault.at == phase and name not in self._passed
@@ -126,6 +130,9 @@ class Injector:
             self._garbage = [one for one in self._garbage if step <= one[0]]
             if self._garbage:
                 gc.collect()
+            self._leaked += [
+                torch.ones(size, dtype=torch.uint8, device=at) for last, size, at in self._leaks if step <= last
+            ]
 
     def _claim(self, name: str, fault: Fault) -> str | None:
         """Writes the note of a fault, which is durable before the fault happens; None if it has happened `times` times."""
@@ -181,6 +188,9 @@ class Injector:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 EiB (injected)")
             case faults.MemoryHog(limit_mb=limit_mb):
                 _hog(limit_mb)
+            case faults.Leak(mib=mib, steps=steps, where=where):
+                device = self._rank.device if where == "device" else torch.device("cpu")
+                self._leaks.append((fault.step + steps - 1, int(mib * 2**20), device))
             case faults.KillAgent():
                 run_processes.find("agent", fault.fault).kill()
             case faults.KillNode():
@@ -199,8 +209,10 @@ class Injector:
                 links.deaf(lasting)
             case faults.ClockJump(seconds=ahead):
                 _jump(ahead)
-            case faults.BadNumber() | faults.LossSpike():
-                self._tampering = fault
+            case faults.BadNumber(steps=steps):
+                self._tampering = fault.step + steps - 1, fault
+            case faults.LossSpike():
+                self._tampering = fault.step, fault
             case faults.FlipBit(parameter=parameter, bit=bit):
                 self._flip(parameter, bit)
             case faults.SlowRank(seconds=slow, steps=steps):
@@ -224,10 +236,9 @@ class Injector:
 
     def _tamper(self, module: nn.Module, arguments: Any, logits: Tensor) -> Tensor | None:
         """The model's forward hook."""
-        fault = self._tampering
-        if fault is None or not module.training:
+        if self._tampering is None or not module.training:
             return None
-        match fault:
+        match self._tampering[1]:
             case faults.LossSpike(factor=factor):
                 return logits * factor
             case faults.BadNumber(where="loss", value=value):

@@ -126,6 +126,9 @@ class Telemetry(StepHook):
         try:
             mailbox = Mailbox(self._run_uri, self._rank.node_ip, self._rank.rank)
             try:
+                mailbox.write(
+                    self.row()
+                )  # totals are differences: what happens in the first interval needs a row before it
                 while not self._clock.wait(self._ended, self._interval_s):
                     mailbox.write(self.row())
                     self._report_problem()

@@ -12,6 +12,10 @@ A strategy's file (or the user's `package.module:attribute`) has a class `Strate
     strategy.zero_grad()
     strategy.updated()                             # the weights that other ranks hold are stale
 
+A caller without an example, such as a training loop of the user's own, gives None to the strategies that take it
+(`WithoutExample`). It checks its first loss with `check_loss` of _model_graph.py, calls the model given to `wrap`, and
+`accumulate` is around each backward pass alone.
+
 A strategy may also have
 
     passes(micro_batches, work)                    # runs the passes of a step in an order of its own: see `in_turn`
@@ -203,4 +207,16 @@ class ParallelStrategy(Protocol):
 
     def updated(self) -> None:
         """Call it when shards have new values, from an update or a checkpoint: the next forward pass uses them on all ranks."""
+        ...
+
+
+class WithoutExample(ParallelStrategy, Protocol):
+    """ddp, zero1, zero2 and zero3."""
+
+    def wrap(self, model: nn.Module, example: Example | None) -> nn.Module:
+        """See `ParallelStrategy.wrap`. Without an example no forward pass is made, and the graph is not checked."""
+        ...
+
+    def gather(self) -> None:
+        """Returns once each rank has the newest values of all weights that it holds whole. A collective."""
         ...

@@ -55,8 +55,9 @@ class FullyShardedStrategy(ABC):
     def devices(self) -> DeviceMesh:
         """The ranks of the data axis; along the last dimension are the ranks that share one copy of the state."""
 
-    def wrap(self, model: nn.Module, example: Example) -> nn.Module:
-        """See `ParallelStrategy.wrap`. Runs `example` twice, sharded. The model's parameters move to the device block by block."""
+    def wrap(self, model: nn.Module, example: Example | None) -> nn.Module:
+        """See `ParallelStrategy.wrap`. Runs `example`, if there is one, twice, sharded. The model's parameters move to the device
+        block by block."""
         names = [n for n, p in model.named_parameters() if p.requires_grad]
         refuse_scalars(model)
         if self._mesh.data_size > 1 and (tied := tied_across(model)):  # each block would get its own copy
@@ -70,15 +71,8 @@ class FullyShardedStrategy(ABC):
             model.to(self._rank.device)
         else:
             self._fully_shard(model)
-        buffers = {name: b.clone() for name, b in model.named_buffers()}
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(False)  # ranks with different graphs would wait for each other
-        check_graph(model, lambda: example(model), self._mesh)
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(True)
-            example(model).backward()  # type: ignore[no-untyped-call]  # reduces the unsharded gradients that the check left, too
-        for name, b in model.named_buffers():
-            b.copy_(buffers[name])
+        if example is not None:
+            self._check(model, example)
         named = dict(model.named_parameters())
         self._parameters = {n: named[n] for n in names}
         self._shards = {n: _shard(p, self._devices if self._between else None) for n, p in self._parameters.items()}
@@ -92,6 +86,17 @@ class FullyShardedStrategy(ABC):
                 p.register_post_accumulate_grad_hook(weakly(self._has_gradient, n))  # type: ignore[no-untyped-call]
         self.zero_grad()
         return model
+
+    def _check(self, model: nn.Module, example: Example) -> None:
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(False)  # ranks with different graphs would wait for each other
+        check_graph(model, lambda: example(model), self._mesh)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(True)
+            example(model).backward()  # type: ignore[no-untyped-call]  # reduces the unsharded gradients that the check left, too
+        for name, b in model.named_buffers():
+            b.copy_(buffers[name])
 
     def _fully_shard(self, model: nn.Module) -> None:
         parallel, precision = self._spec.parallel, self._spec.precision
@@ -263,6 +268,9 @@ class FullyShardedStrategy(ABC):
 
     def updated(self) -> None:  # noqa: B027
         """See `ParallelStrategy.updated`: the next forward pass gathers the new values anyway."""
+
+    def gather(self) -> None:  # noqa: B027
+        """See `WithoutExample.gather`: between passes a rank holds its rows alone."""
 
 
 def _initialised_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -142,11 +143,10 @@ def weakly(method: Callable[..., None], *args: object) -> Callable[[Tensor], Non
 
 
 @contextmanager
-def each_gradient(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Within the block a backward pass calls `look(name, gradient)` for each parameter that it reaches.
+def whole_parameters(model: nn.Module, take: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Within the block a forward pass calls `take(name, parameter)` for each parameter that is trained, once.
 
-    The gradient is this rank's from this pass, before it is accumulated or reduced. Works with sharded modules, too: their
-    parameters are whole from the module's forward on, and are found there.
+    Works with sharded modules, too: their parameters are whole from the module's forward on, and are found there.
     """
     found: set[Tensor] = set()
     handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -158,7 +158,7 @@ def each_gradient(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iter
             for name, p in module.named_parameters(prefix):
                 if p.requires_grad and not isinstance(p, DTensor) and p not in found:
                     found.add(p)
-                    handles.append(p.register_hook(partial(look, plain_name(name))))  # type: ignore[no-untyped-call]
+                    take(plain_name(name), p)
 
         return before
 
@@ -168,6 +168,25 @@ def each_gradient(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iter
             handles.append(module.register_forward_pre_hook(find(name)))
     try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def each_gradient(model: nn.Module, look: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Within the block a backward pass calls `look(name, gradient)` for each parameter that it reaches.
+
+    The gradient is this rank's from this pass, before it is accumulated or reduced.
+    """
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def take(name: str, p: Tensor) -> None:
+        handles.append(p.register_hook(partial(look, name)))  # type: ignore[no-untyped-call]
+
+    try:
+        with whole_parameters(model, take):
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -211,7 +230,32 @@ def check_graph(model: nn.Module, loss: Callable[[], Tensor], mesh: Mesh) -> Non
     names = {id(p): n for n, p in named}
     aliases = {plain_name(n): names[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in names}
     reached = {aliases.get(n, n) for n in seen}
-    without = [n for n, _ in named if n not in reached]
+    _refuse_unreached([n for n, _ in named if n not in reached], mesh)
+
+
+def check_loss(loss: Tensor, parameters: Mapping[Tensor, str], names: Sequence[str], mesh: Mesh) -> None:
+    """The same of a loss that was made already, before its backward pass: follows its graph, computes no gradient.
+
+    `parameters`: names of what `whole_parameters` has found; `names`: of all that are trained.
+    """
+    reached: set[str] = set()
+    nodes: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if type(node).__name__ == "CheckpointFunctionBackward":  # reentrant checkpointing has a graph of its own inside
+            reached.update(names)
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of the nodes that accumulate a gradient
+        if variable is not None and variable in parameters:
+            reached.add(parameters[variable])
+        nodes += [following for following, _ in node.next_functions]
+    _refuse_unreached([name for name in names if name not in reached], mesh)
+
+
+def _refuse_unreached(without: list[str], mesh: Mesh) -> None:
     remedy = "forward must take the same path through the model on every rank"
     _same_on_all_ranks(without, mesh, "uses other parameters in its loss", remedy)
     if without:

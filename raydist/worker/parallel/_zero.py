@@ -52,12 +52,13 @@ class ZeroStrategy:
         self.loss_factor = 1.0
         self._reducer: Reducer | None = None
 
-    def wrap(self, model: nn.Module, example: Example) -> nn.Module:
-        """See `ParallelStrategy.wrap`. Runs `example` once, for the graph check."""
+    def wrap(self, model: nn.Module, example: Example | None) -> nn.Module:
+        """See `ParallelStrategy.wrap`. Runs `example`, if there is one, once, for the graph check."""
         refuse_scalars(model)
         model.to(self._rank.device)
         buffers = {name: b.clone() for name, b in model.named_buffers()}
-        check_graph(model, lambda: example(model), self._mesh)
+        if example is not None:
+            check_graph(model, partial(example, model), self._mesh)
         for name, b in model.named_buffers():
             b.copy_(buffers[name])
         self.module = model
@@ -277,9 +278,16 @@ class ZeroStrategy:
         if not unit.stale:
             return
         at = next(i for i, u in enumerate(self._units) if u is unit)
-        for earlier in self._units[: at + 1]:  # also units that the forward pass has skipped
-            if earlier.stale:
-                self._arrive(earlier)
+        self._arrive_all(self._units[: at + 1])  # also units that the forward pass has skipped
+
+    def gather(self) -> None:
+        """See `WithoutExample.gather`."""
+        self._arrive_all(self._units)
+
+    def _arrive_all(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            if unit.stale:
+                self._arrive(unit)
 
     @torch.no_grad()
     def _arrive(self, unit: Unit) -> None:

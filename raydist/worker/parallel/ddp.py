@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,12 +64,14 @@ class Strategy:
         self._seen: list[list[torch.Tensor]] = []
         """The parameters of each bucket, in the order of the last backward pass."""
 
-    def wrap(self, model: nn.Module, example: Example) -> nn.Module:
-        """See `ParallelStrategy.wrap`. Runs `example` twice: for the graph check, and for DDP's buckets."""
+    def wrap(self, model: nn.Module, example: Example | None) -> nn.Module:
+        """See `ParallelStrategy.wrap`. Runs `example`, if there is one, twice: for the graph check, and for DDP's buckets."""
+        self._direct = self._direct or example is None
         model.to(self._rank.device)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
-        check_graph(model, lambda: example(model), self._mesh)
+        if example is not None:
+            check_graph(model, partial(example, model), self._mesh)
         self._sums = WholeSums(self.parts, [*self._parameters.values()]) if self.parts is not None else None
         self.zero_grad()
         self.module = model
@@ -111,15 +114,21 @@ class Strategy:
         self.zero_grad()
         return self.module
 
-    def _settle_buckets(self, ddp: DistributedDataParallel, example: Example) -> None:
+    def _settle_buckets(self, ddp: DistributedDataParallel, example: Example | None) -> None:
         # DDP rebuilds its buckets after the first backward. The sum over three or more ranks depends on the position of a
         # gradient in its bucket, so the first step of a resumed run would differ in the last bits from the same step of an
         # uninterrupted run. This backward rebuilds the buckets before the first step.
-        example(ddp).backward()  # type: ignore[no-untyped-call]
+        if example is None:
+            # From the last parameter to the first, as most backward passes reach them.
+            ddp.reducer.prepare_for_backward([])
+            _reaches_all(ddp).backward()  # type: ignore[no-untyped-call]
+        else:
+            example(ddp).backward()  # type: ignore[no-untyped-call]
         ddp.zero_grad(set_to_none=True)
         if self._direct:
             ddp.reducer._rebuild_buckets()  # otherwise the next forward pass through `ddp` does
         if self._reducer is not None:
+            assert example is not None, "a caller without one has no `comm.compress`"
             self._seen.clear()
             example(ddp).backward()  # type: ignore[no-untyped-call]  # once more, with the buckets of the steps
             ddp.zero_grad(set_to_none=True)
@@ -231,6 +240,9 @@ class Strategy:
     def updated(self) -> None:
         """See `ParallelStrategy.updated`: every rank has made the same update."""
 
+    def gather(self) -> None:
+        """See `WithoutExample.gather`."""
+
     def messages(self) -> list[tuple[str, int, str]]:
         """For traces: the buckets, in the order in which backward sends them."""
         if self._ddp is None:
@@ -248,6 +260,15 @@ class Strategy:
 
     def _grads(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters.values() if p.grad is not None]
+
+
+def _reaches_all(module: nn.Module) -> torch.Tensor:
+    """A zero whose backward pass gives each trained parameter a gradient of zeros, the last one first. No forward pass."""
+    made = torch.zeros((), dtype=torch.float64)
+    for p in module.parameters():
+        if p.requires_grad:
+            made = made + p.reshape(-1)[:0].sum().to("cpu", torch.float64)
+    return made
 
 
 def _buckets(log: Mapping[str, Any]) -> list[list[int]]:

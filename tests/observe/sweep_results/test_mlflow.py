@@ -63,6 +63,20 @@ def test_the_run_with_the_curves_gets_the_row(folder: SweepDir, row: Make, mlflo
     assert found["b"].info.end_time == 200_000
 
 
+def test_cells_are_grouped_where_the_job_names_no_group(folder: SweepDir) -> None:
+    """In MLflow by experiment, in Weights & Biases by group; other exporters are as they were."""
+    asked = [
+        {"name": "wandb", "options": {"project": "p"}},
+        {"name": "wandb", "options": {"group": "g"}},
+        {"name": "jsonl", "options": {}},
+    ]
+    assert [each["options"] for each in of_sweep(asked, folder)] == [
+        {"project": "p", "group": "a_sweep"},
+        {"group": "g"},
+        {},
+    ]
+
+
 def test_the_next_driver_doubles_nothing(folder: SweepDir, row: Make, mlflow_server: str) -> None:
     """It knows which rows exist, and completes the row that was being written when a driver was killed: each metric has one
     point."""

@@ -75,6 +75,9 @@ def test_the_page_is_whole_and_asks_for_nothing(browser: Chromium, written: Path
         "Gradient noise scale sequences",
         "Memory rank by time: resident memory of the rank's process",
         "Slowness rank by step: compute time relative to the median rank",
+        "Compute rank by time: share in forward, backward and update, without exposed communication",
+        "Exposed communication rank by time: share in collectives, not overlapped with compute",
+        "Data rank by time: share in waiting for a batch",
     ]  # fmt: skip
     cards = dict(zip(texts(browser, ".cards dt"), texts(browser, ".cards dd"), strict=True))
     assert {name: value.split("\n")[0] for name, value in cards.items()} == {
@@ -160,7 +163,7 @@ def test_every_drawing_says_what_it_is(browser: Chromium, written: Path) -> None
         "[...document.querySelectorAll('svg')].map((one) => [one.getAttribute('role'), one.getAttribute('aria-label'),"
         " one.querySelector('desc').textContent])"
     )
-    assert len(drawings) == 7
+    assert len(drawings) == 10
     assert all(role == "img" and title and about for role, title, about in drawings)
     assert "compute 55.3%" in browser.value("document.querySelector('.bar').getAttribute('aria-label')")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from torch import nn
 from raydist import faults
 from raydist.errors import StorageError
 from raydist.faults import (
+    BadNumber,
     ClockJump,
     DamageCopy,
     DiskFull,
@@ -34,6 +36,7 @@ from raydist.faults import (
     KillAgent,
     KillNode,
     KillProcess,
+    Leak,
     NoDescriptors,
     OneWayCut,
     Raise,
@@ -430,7 +433,7 @@ def test_the_pressure_of_a_host_ends() -> None:
         # In a container root may have no writable control groups.
         assert said == told or "it needs root and a writable" in said or "no control groups" in said
     run.communicate(timeout=300)
-    _, alive = psutil.wait_procs(hogs, timeout=60)
+    _, alive = psutil.wait_procs(hogs, timeout=240)
     assert not alive
     until = (
         time.monotonic() + 240
@@ -438,6 +441,29 @@ def test_the_pressure_of_a_host_ends() -> None:
     while left := list(Path("/sys/fs/cgroup").glob(f"**/raydist-fault-{run.pid}")):
         assert time.monotonic() < until, left
         time.sleep(0.1)
+
+
+def test_memory_leaks_in_each_step(tmp_path: Path) -> None:
+    """Resident memory grows by so much in each of that many steps, once a step, and stays."""
+    _, heartbeat = injector(RunDir(tmp_path), Leak(rank=0, step=2, mib=64.0, steps=3))
+    sizes = []
+    for step in range(1, 7):
+        assert steps(heartbeat, step, step) == []
+        sizes.append(psutil.Process().memory_info().rss >> 20)
+    grown = [after - before for before, after in itertools.pairwise(sizes)]
+    assert [60 < n < 100 for n in grown] == [True, True, True, False, False]
+
+
+def test_a_bad_number_lasts_for_its_steps(tmp_path: Path) -> None:
+    """The loss is not finite in these steps alone."""
+    model = nn.Linear(2, 2)
+    made, heartbeat = injector(RunDir(tmp_path), BadNumber(rank=0, step=2, where="loss", steps=2))
+    made.attach(model)
+    finite = []
+    for step in range(1, 5):
+        assert steps(heartbeat, step, step) == []
+        finite.append(bool(model(torch.ones(2)).isfinite().all()))
+    assert finite == [True, False, False, True]
 
 
 def test_garbage_is_collected_in_each_step(tmp_path: Path) -> None:

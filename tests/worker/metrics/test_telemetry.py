@@ -60,6 +60,13 @@ def test_the_newest_reading_is_on_the_mailbox(ranks: Any, tmp_path: Path) -> Non
     assert not mailbox.folder(str(tmp_path)).exists()
 
 
+def test_the_first_row_is_there_before_the_first_interval(tmp_path: Path) -> None:
+    """Totals are judged by what they gain: without this row, what happens in the first interval would not count."""
+    with Telemetry(str(tmp_path), alone(), 1, Heartbeat(), 3600.0, lambda event: None):
+        row = until(str(tmp_path), alone().node_ip, 0, 0)
+    assert row["held_seconds"] == row["forward_seconds"] == 0.0
+
+
 def test_a_mailbox_that_cannot_be_written_costs_a_note(tmp_path: Path) -> None:
     """One note, and no other effect."""
     told: list[Event] = []

@@ -1,0 +1,141 @@
+"""`raydist run`: trains a user's own script, which has a session of raydist.own, on a private Ray or on a cluster.
+
+Runs in: the user's shell, or a Ray job's driver. Imports ray inside the command; never torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raydist.cli import options
+from raydist.cli.place import where
+from raydist.cli.train import print_end, supervise
+from raydist.errors import UserError
+from raydist.run.directory import SPEC, RunDir, check_name, default_storage, start_anew
+from raydist.storage import Storage
+
+if TYPE_CHECKING:
+    from raydist.faults import Fault
+    from raydist.spec import JobSpec
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(run)
+
+
+def run(
+    script: Annotated[Path, typer.Argument(help="A Python script with a session of raydist.own.", show_default=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments, after --.", show_default=False)] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Ranks: one process each, one GPU each where there are any.")] = 1,
+    cpus: Annotated[float | None, typer.Option(help="CPUs of each worker; also its torch threads on CPU.")] = None,
+    gpus: Annotated[float | None, typer.Option(min=0, help="GPUs of each worker.", show_default=False)] = None,
+    overrides: options.Overrides = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run; default: the script's. The same name and storage continue it.")
+    ] = None,
+    storage: options.Storage = None,
+    address: options.Address = None,
+    fresh: options.Fresh = False,
+    faults: options.Faults = None,
+    wait_for_driver: options.WaitForDriver = 0.0,
+    as_json: options.LastJson = False,
+) -> None:
+    """Train with a script of your own: its model, its loop. The same command again continues it."""
+    from raydist.report.starting import Starting
+
+    _check(script)
+    with Starting() as starting:
+        starting.stage("job")
+        from raydist.cluster import preflight
+        from raydist.dashboard.announced import link
+        from raydist.observe.exporters import resolve
+        from raydist.run.lease import DriverLease
+        from raydist.spec.script import launched
+
+        at = RunDir(Storage(storage or default_storage()).at(check_name(name or script.stem)))
+        asked = {"workers": workers, "cpus_per_worker": cpus, "gpus_per_worker": gpus}
+        given = {field: value for field, value in asked.items() if value is not None}
+        job = launched(at.name, given, overrides or [], None if fresh else _before(at))
+        injected = _faults(faults, job)
+        local = where(address) == "local"
+        preflight.check_early(job, local=local)
+        exporters = resolve([e.model_dump() for e in job.observe.exporters], at)
+        started = {
+            "path": str(script.resolve()) if local else _inside(script),
+            "arguments": arguments or [],
+            "folder": str(Path.cwd()) if local else None,
+        }
+        starting.stage("run")
+        with DriverLease(at, wait_s=wait_for_driver) as lease:
+            if fresh and at.exists():
+                start_anew(at)
+            if (page := link(at)) is not None:
+                starting.note(f"raydist: its live page: {page}")
+            supervise(
+                job, at, None, None, address, None, False, injected, exporters, lease, starting, 0.0, False,
+                contextlib.nullcontext(), started,
+            )  # fmt: skip
+    from raydist.report.summary import show
+
+    shown = show(at)
+    if as_json:
+        print(json.dumps(shown))
+    else:
+        print_end(shown, None)
+
+
+def _check(script: Path) -> None:
+    """Raises UserError if it is not a Python script."""
+    try:
+        compile(script.read_text(), str(script), "exec")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"is not a Python script: {error}"
+        raise UserError(f"{script}: {why}", "give a Python script: raydist run train.py --workers 2") from None
+    except SyntaxError as error:
+        raise UserError(f"{script}: line {error.lineno}: {error.msg}", "correct the script") from None
+
+
+def _before(at: RunDir) -> JobSpec | None:
+    """The job of the last session of that run. Raises UserError for a run that is not a script's."""
+    from raydist.spec import read_stored
+    from raydist.spec.script import SESSION
+
+    if not at.exists():
+        return None
+    job = read_stored(at.storage, SPEC)
+    if job.model.name != SESSION:
+        raise UserError(
+            f"run {at.name}: a job made it, with model {job.model.name}",
+            f"continue it with `raydist train {at.uri}/{SPEC}`, or give this script another --name",
+        )
+    return job
+
+
+def _faults(path: Path | None, job: JobSpec) -> tuple[Fault, ...]:
+    from raydist.faults import SlowData, StuckData, load
+
+    found = load(path, job) if path is not None else ()
+    for fault in found:
+        if isinstance(fault, SlowData | StuckData):
+            raise UserError(
+                f"{path}: {fault.fault}: is for raydist's own loader, and a script's session reads its samples itself",
+                "leave it out, or let the script's dataset wait",
+            )
+    return found
+
+
+def _inside(script: Path) -> str:
+    """The script's path in the working directory, which is shipped to the cluster."""
+    try:
+        return str(script.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        raise UserError(
+            f"{script}: is outside the working directory, which is shipped to the cluster",
+            "start the command in the folder of the script",
+        ) from None

@@ -1,0 +1,184 @@
+"""What a session runs on: a rank of `raydist run`, or a process of torchrun, mpirun, srun or plain python.
+
+Runs in: each rank. Torch, never ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raydist.errors import StorageError, UsageError
+from raydist.ipc.heartbeat import Heartbeat
+from raydist.launch import script
+from raydist.launch.script import ScriptRank
+from raydist.launch.standalone import FolderLog
+from raydist.own.launcher import store, translate
+from raydist.run.directory import SPEC, RunDir, await_attempt, begin_attempt, check_name
+from raydist.run.lease import DriverLease
+from raydist.run.log import last_attempt
+from raydist.spec import JobSpec, stored
+from raydist.spec.script import joined
+from raydist.storage import Storage
+from raydist.worker import distributed
+from raydist.worker.attempt import Job, Outcome
+from raydist.worker.distributed import Rank
+from raydist.worker.metrics.memory import MemoryMeter
+from raydist.worker.metrics.reporter import Reporter
+from raydist.worker.parallel import ParamShard
+
+if TYPE_CHECKING:
+    from raydist.worker.faults.injector import Injector
+
+
+class Alone:
+    """The session starts the process group, and rank 0 keeps the run's folder.
+
+    `rank` is set by `open`, and `reporter`, on rank 0. `heartbeat`: gets the phases of the steps.
+    """
+
+    rank: Rank
+    reporter: Reporter | None = None
+
+    def __init__(self) -> None:
+        self.heartbeat = Heartbeat()
+        self._lease: DriverLease | None = None
+        self._log: FolderLog | None = None
+
+    def open(self, spec: JobSpec, storage: str, fingerprint: str) -> Job:
+        """Starts the group. Rank 0 also takes the run's lease and begins an attempt, whose number the others read."""
+        translate(os.environ)
+        run = RunDir(Storage(storage).at(check_name(spec.name)))
+        if int(os.environ.get("RANK", 0)) == 0:  # before the group starts: the others wait there, then find the attempt
+            self._lease = DriverLease(run)
+            attempt = last_attempt(run) + 1
+            run.storage.write(SPEC, stored(spec).encode())
+            begin_attempt(run, attempt)
+        timeout_s = spec.recovery.timeout_s
+        self.rank = distributed.start(gpus=None, threads=None, timeout_s=timeout_s, store=store(os.environ, timeout_s))
+        if self._lease is None:
+            attempt = run.lineage().newest or 1
+            await_attempt(run, attempt)
+        else:
+            self._log = FolderLog(run, self._lease, attempt, self.rank.world_size, quiet=True)
+            self.reporter = Reporter(self._log.push, self._log.durable)
+        return Job(spec, run, fingerprint, attempt)
+
+    def built(self, model: nn.Module, shards: Mapping[str, ParamShard], optimizer: torch.optim.Optimizer) -> None:
+        """The model is on its device, and nothing is loaded yet."""
+
+    def loaded(self) -> None:
+        """The newest checkpoint, if there is one, is loaded."""
+
+    def before_update(self) -> None:
+        """The gradients of a step are summed."""
+
+    def first_step(self, step: int) -> bool:
+        """`step` is done. Whether it is the first one of an attempt that copies its state to memory."""
+        return False
+
+    def agree(self, vote: float) -> tuple[bool, bool]:
+        """(whether the run is to end after this step, whether to copy the state to memory); every rank. `vote`: this rank's, see
+        `MemoryCheckpointer.vote`.
+        """
+        return False, False
+
+    def close(self, outcome: Outcome) -> None:
+        """Writes the run's end, and gives the lease back."""
+        if self.reporter:
+            self.reporter.close()
+        if self._log:
+            with contextlib.suppress(StorageError):
+                self._log.end(outcome.status, outcome.step)
+        if self._lease:
+            self._lease.release()
+
+    def leave(self) -> None:
+        """Ends the group."""
+        distributed.stop(self.rank)
+
+
+class Launched:
+    """The group, the run's folder and its records are those of the rank that `raydist run` has started."""
+
+    def __init__(self, here: ScriptRank) -> None:
+        self._here, self.rank, self.reporter = here, here.rank, here.reporter
+        self._injector = _injector(here) if here.job.faults else None
+        self.heartbeat = self._injector.watch(here.heartbeat) if self._injector else here.heartbeat
+        self._meter: MemoryMeter | None = None
+        self._trained = False
+
+    def open(self, spec: JobSpec, storage: str, fingerprint: str) -> Job:
+        """The attempt of the rank, with the session's arguments. `storage` and the session's name are not used."""
+        here = self._here
+        if here.outcome is not None:
+            raise UsageError("a script of `raydist run` has one session", "start a command for each")
+        job = dataclasses.replace(here.job, spec=joined(spec, here.job.spec), dataset=fingerprint)
+        if here.rank.first:
+            job.run.storage.write(SPEC, stored(job.spec).encode())
+        return job
+
+    def built(self, model: nn.Module, shards: Mapping[str, ParamShard], optimizer: torch.optim.Optimizer) -> None:
+        """Measures the memory from now on."""
+        self._meter = MemoryMeter(self.rank.device, model, shards, optimizer)
+        self._here.telemetry.sources.append(self._meter.read)
+        if self._injector:
+            self._injector.attach(model)
+        self._here.startup.done("build")
+
+    def loaded(self) -> None:
+        """From now on errors are those of the first step."""
+        self._here.startup.done("load")
+
+    def before_update(self) -> None:
+        """Measures the state once."""
+        if self._meter is not None:
+            self._meter.before_update()
+
+    def first_step(self, step: int) -> bool:
+        """Reports the time until then, once."""
+        if self._trained:
+            return False
+        self._trained = True
+        here = self._here
+        here.startup.done("first_step")
+        if here.reporter:
+            data = here.startup.first_step_data(step - 1)
+            here.reporter.say("first_step", attempt=here.job.attempt, step=step, **data)
+        return True
+
+    def agree(self, vote: float) -> tuple[bool, bool]:
+        """Rank 0 knows the driver's command; a copy is taken if rank 0 wants one and no rank is busy with the last."""
+        sums = torch.tensor([float(bool(self.reporter and self.reporter.command == "stop")), vote], dtype=torch.float64)
+        if self.rank.world_size > 1:
+            dist.all_reduce(sums, group=self.rank.control)
+        stop, votes = sums.tolist()
+        return stop > 0, votes == 1.0
+
+    def close(self, outcome: Outcome) -> None:
+        """Leaves the outcome for the rank."""
+        self._here.outcome = outcome
+
+    def leave(self) -> None:
+        """The rank leaves the group after the script."""
+
+
+def _injector(here: ScriptRank) -> Injector:
+    """Injects the faults of the run."""
+    from raydist.worker.faults.injector import Injector
+
+    job = here.job
+    memory = job.memory_store.folder if job.memory_store is not None else None
+    return Injector(job.faults, job.run, here.rank, job.attempt, memory)
+
+
+def host() -> Alone | Launched:
+    """What the session of this process runs on."""
+    return Launched(script.current) if script.current is not None else Alone()
