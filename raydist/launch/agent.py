@@ -28,6 +28,7 @@ from raydist.launch.fork_server import ForkServer, Process, share_zygote
 from raydist.launch.oom_detector import MemoryWatch
 from raydist.launch.rank_main import facts
 from raydist.launch.rank_output import Output
+from raydist.launch.relay import BEAT_WINDOW_S, Link
 from raydist.launch.rendezvous import hold_port, port_of
 from raydist.launch.zygote import VARIABLE, Zygote
 from raydist.run.directory import LOGS, RunDir
@@ -35,7 +36,9 @@ from raydist.run.directory import LOGS, RunDir
 _PUSH_TIMEOUT_S = 10.0
 _WATCH_S = 0.5
 _REPORT_AGAIN_S = 10.0
-_COLLECTIVES = 1000
+_COLLECTIVES, _OF_ALL, _AT_LEAST = 1000, 500_000, 20
+"""The newest collectives of a rank that the coordinator gets when a rank hangs: with many ranks fewer, so that those of all ranks
+take about 100 MiB there."""
 _BEAT_S = 1.0
 _OUTPUT_S = 5.0
 """How long a closing agent waits until the rank's last output is on storage."""
@@ -62,27 +65,28 @@ class _Agent:
         self._left = threading.Event()
         self.node_ip = ray.util.get_node_ip_address()
         self._node = ray.get_runtime_context().get_node_id()
-        self._zygote = self._shared_zygote(config["env"])
+        alone = int(os.environ["LOCAL_WORLD_SIZE"]) < 2
+        key = f"{ray.get_runtime_context().get_job_id()} {self._group} {self._node}"
+        self._zygote = None if alone else self._shared_zygote(key, config["env"])
+        self._link = Link(self._direct, self._coordinator.many.remote, None if alone else key)
         self.server = ForkServer()
         self._port = hold_port(self.node_ip)
         self._attempt: _Attempt | None = None
 
-    def _shared_zygote(self, env: dict[str, str]) -> Zygote | None:
+    def _shared_zygote(self, key: str, env: dict[str, str]) -> Zygote | None:
         """On a cluster, the zygote of the group's agents on this node, if this agent starts it. A private Ray has one already."""
-        if VARIABLE in os.environ or int(os.environ["LOCAL_WORLD_SIZE"]) < 2:
-            return None
-        job = ray.get_runtime_context().get_job_id()
-        return share_zygote(f"{job} {self._group} {self._node}", env)
+        return None if VARIABLE in os.environ else share_zygote(key, env)
 
     def run(self) -> None:
         seen = 0
         while True:
-            order = ray.get(self._coordinator.next.remote(self._group, self._number, seen, self._offer()))
+            order = self.tell("next", self._number, seen, self._offer())
             seen = order["number"]
             match order["do"]:
                 case "leave":
                     return
                 case "train":
+                    self._link.connect()
                     self._attempt = _Attempt(self, order)
                 case "look" if self._attempt is not None:
                     threading.Thread(target=self._attempt.look, name="raydist-look", daemon=True).start()
@@ -101,18 +105,28 @@ class _Agent:
     def beat(self) -> None:
         """Sends a heartbeat to the coordinator every second. If it is disconnected or replaced, the agent and its rank exit."""
         last_message = time.monotonic()
-        while not self._left.wait(_BEAT_S):
+        while not self._left.wait(_BEAT_S - BEAT_WINDOW_S if self._link.merged else _BEAT_S):
             ours = True
             with contextlib.suppress(RayError, TimeoutError):
-                ours = ray.get(self._coordinator.beat.remote(self._group, self._number), timeout=_DISCONNECTED_S)
+                ours = self.tell("beat", self._number, timeout_s=_DISCONNECTED_S)
                 last_message = time.monotonic()
             if not ours or time.monotonic() - last_message > _DISCONNECTED_S:
                 self.server.close()
                 os._exit(1)
 
-    def tell(self, method: str, *what: Any) -> None:
-        """Calls a method of the coordinator for this agent's group."""
-        ray.get(getattr(self._coordinator, method).remote(self._group, *what))
+    def tell(self, method: str, *what: Any, timeout_s: float | None = None) -> Any:
+        """Calls a method of the coordinator for this agent's group. Raises RayError, and TimeoutError."""
+        return self._link.call(method, self._group, *what, timeout_s=timeout_s)
+
+    def monitor(self, attempt: int) -> Any:
+        """The handle of the run's monitor. Raises TimeoutError if another attempt has begun, and RayError."""
+        handle = ray.get(self._coordinator.monitor.remote(self._group, attempt), timeout=_PUSH_TIMEOUT_S)
+        if handle is None:
+            raise TimeoutError(f"attempt {attempt} is over")
+        return handle
+
+    def _direct(self, method: str, *given: Any, timeout_s: float | None) -> Any:
+        return ray.get(getattr(self._coordinator, method).remote(*given), timeout=timeout_s)
 
     def take_port(self) -> socket.socket:
         """The port that was offered last; holds a new one for the next offer."""
@@ -211,6 +225,7 @@ class _Attempt:
     def look(self) -> None:
         """Reports to the coordinator what this rank is doing, and writes its stacks and collectives to the run's logs."""
         agent, look, witness = self._agent, self._reader.look(), self._witness
+        newest = max(_AT_LEAST, min(_COLLECTIVES, _OF_ALL // int(self._order["env"]["WORLD_SIZE"])))
         state, stacks, collectives = witness.state(), "", None
         if state not in "TtZ":
             stacks, collectives = witness.stacks(), witness.collectives()
@@ -222,7 +237,7 @@ class _Attempt:
             "where": where(stacks, look.thread),
             "waits": waits(stacks, look.thread),
             "answers": collectives is not None,
-            "collectives": (collectives or [])[-_COLLECTIVES:],
+            "collectives": (collectives or [])[-newest:],
         }
         storage = RunDir(self._order["job"]["run"]).storage
         name = f"{LOGS}/attempt-{self._order['job']['attempt']:04d}/rank-{self._rank:05d}"
@@ -233,7 +248,7 @@ class _Attempt:
 
     def _serve(self, connection: Connection) -> None:
         """Answers the rank's calls until it exits."""
-        monitor = self._order["monitor"]  # of this run: the next attempt may belong to another run
+        monitor: Any = None
         with connection:
             while True:
                 try:
@@ -243,6 +258,8 @@ class _Attempt:
                 what = call.pop("what")
                 answer: dict[str, Any] = {"value": None}
                 try:
+                    if what != "ended" and monitor is None:  # of this run: the next attempt may belong to another
+                        monitor = self._agent.monitor(self._number)
                     if what == "ended":
                         self._result.update(call)
                     elif what == "push":

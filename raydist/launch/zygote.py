@@ -110,7 +110,7 @@ def fork(end: socket.socket, env: Mapping[str, str], preload: Sequence[str], nam
     order = {"env": dict(env), "cwd": os.getcwd(), "path": sys.path}
     try:
         connection.connect(known["path"])
-        if _uid(connection) != os.getuid():
+        if peer_uid(connection) != os.getuid():
             raise PermissionError("the zygote is another user's")
         socket.send_fds(connection, [json.dumps(order).encode()], [end.fileno(), 1, 2])
     except OSError:  # it was killed, it is another user's, or the message is too large
@@ -148,11 +148,11 @@ def main(listener_fd: int, owner_fd: int, serve: str, preload: Sequence[str]) ->
             for _ in ready:
                 connection, _ = listener.accept()
                 with connection, contextlib.suppress(OSError):  # the requester has exited
-                    if _uid(connection) == os.getuid():
+                    if peer_uid(connection) == os.getuid():
                         _answer(connection, [listener, owner], lambda fd: server(fd, failure))
 
 
-def _uid(connection: socket.socket) -> int:
+def peer_uid(connection: socket.socket) -> int:
     """The uid of the peer. Checked, because a server executes what it receives, and an order contains the agent's environment."""
     size = struct.calcsize("3i")
     return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
+import pytest
+
 from raydist.cluster.run import coordinator
-from raydist.cluster.run.coordinator import Coordinator, rank_error
+from raydist.cluster.run.coordinator import Coordinator
+from raydist.cluster.run.root_cause import rank_error
 from raydist.ipc import RENDEZVOUS_SECRET
 
 OUTCOME = {"outcome": {"status": "finished"}, "at": 1.0}
@@ -71,7 +75,8 @@ def test_an_attempt_that_ends_well() -> None:
         assert len(secrets.pop()) == 64
         for rank, order in enumerate(orders):
             mine = env | {"RANK": str(rank), "NODE_RANK": str(rank)}
-            assert order == {"number": 2, "do": "train", "attempt": 5, "job": {"a": 1}, "env": mine, "monitor": "m"}
+            assert order == {"number": 2, "do": "train", "attempt": 5, "job": {"a": 1}, "env": mine}
+        assert [await made.monitor(1, attempt) for attempt in (5, 4)] == ["m", None]
         result = asyncio.create_task(made.result(5))
         await made.ended(1, 0, 5, OUTCOME)
         await asyncio.sleep(0)
@@ -103,7 +108,7 @@ def test_ranks_on_nodes() -> None:
     run(test())
 
 
-def test_a_lost_agents_place_is_taken(monkeypatch: Any) -> None:
+def test_a_lost_agents_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray reports agent 0 dead, or it stops answering: its rank has failed and the other is killed. In the next attempt the spare
     gets a rank. If the lost agent returns, it is told to exit."""
 
@@ -134,6 +139,60 @@ def test_a_lost_agents_place_is_taken(monkeypatch: Any) -> None:
             again = [asyncio.create_task(made.next(1, number, 3, offer(number))) for number in (1, 2)]
             await made.begin(2, {}, 2)
             assert [(await task)["env"]["RANK"] for task in again] == ["0", "1"]
+
+    run(test())
+
+
+@pytest.mark.parametrize("agents", [2, 64])
+def test_a_coordinator_that_did_not_run_loses_no_agent(agents: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped for longer than an agent may be silent; or its queue is so long that the beats of all agents are late."""
+
+    async def test() -> None:
+        monkeypatch.setattr(coordinator, "BEAT_S", 0.02)
+        monkeypatch.setattr(coordinator, "LOST_S", 0.4)
+        made, _ = await ready(size=agents)
+        await made.begin(1, {}, agents)
+        result = asyncio.create_task(made.result(1))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        if agents == 2:
+            time.sleep(0.6)
+        else:
+            await asyncio.sleep(0.6)
+        for number in range(1, agents):
+            assert await made.beat(1, number)
+        assert not result.done()
+        assert all(lives for _, lives in await made.nodes())
+        while not made._failed:  # agent 0 alone is silent
+            await asyncio.sleep(0.01)
+            for number in range(1, agents):
+                assert await made.beat(1, number)
+        assert [lives for _, lives in await made.nodes()] == [False, *[True] * (agents - 1)]
+        result.cancel()
+
+    run(test())
+
+
+def test_calls_of_a_node_in_one_message() -> None:
+    """Those that are done are answered; a call of `next` that still waits is made again, and gets its order then."""
+
+    async def test() -> None:
+        made = Coordinator()
+        await made.open(1, 2)
+        agents = [["next", 1, number, 1, offer(number)] for number in range(2)]
+        both = asyncio.create_task(made.many(agents))
+        await made.gathered()
+        await made.retire(["node0"])
+        answers = await both
+        assert answers[0]["do"] == "leave"
+        assert set(answers) == {0}
+        again = asyncio.create_task(made.many(agents[1:]))
+        await asyncio.sleep(0)
+        await made.begin(1, {}, 1)
+        assert (await again)[0]["env"]["RANK"] == "0"
+        assert await made.many([["beat", 1, 1], ["next", 1, 1, 2, offer(1)], ["beat", 1, 0]]) == {0: True, 2: False}
+        with pytest.raises(AssertionError):
+            await made.many([["leave"]])
 
     run(test())
 
@@ -203,7 +262,7 @@ def test_rank_0_may_finish_what_it_has_to_say() -> None:
     run(test())
 
 
-def test_lost_peers_are_no_cause_to_stop_looking(monkeypatch: Any) -> None:
+def test_lost_peers_are_no_cause_to_stop_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 lost a peer: the others have time to report the cause. After that, or after the time limit, all are killed."""
 
     async def test() -> None:

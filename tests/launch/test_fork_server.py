@@ -270,7 +270,7 @@ def test_the_agents_of_a_cluster_s_node_share_a_zygote(tmp_path: Path, monkeypat
     fork_once(["preload"])
     assert imports.read_text() == "."
     with monkeypatch.context() as other:
-        other.setattr(zygotes, "_uid", lambda connection: os.getuid() + 1)
+        other.setattr(zygotes, "peer_uid", lambda connection: os.getuid() + 1)
         fork_once(["preload"])
     assert imports.read_text() == ".."
     second = fork_server.share_zygote(f"{key} group 2", {"THREADS": "1"})

@@ -5,10 +5,14 @@ and by Ray Train's controller (ray_train_adapter.py). Never imports torch; impor
 
     driver:     open(group) . begin(attempt, size) . result(attempt) . cancel ......... leave
     agents:     next ........ train, as rank r ..... ended(report) | late, look, seen | kill .. leave     beat, every second
+                (those of one node in one message: many)
     controller:                                      agent_died(agent)
 
 An attempt has the first `size` living agents of its group. It is over when for every rank the agent has reported how its process
 ended, or the agent is lost: Ray reports its death, or it has sent no beat for `LOST_S`. A lost agent that calls again gets "leave".
+
+A group has up to 10,000 agents, so a message of one agent must not take work in proportion to their number: it wakes no other
+agent's call, and what the reports say of the attempt is kept up to date, not searched again (tests/cluster/test_scale.py).
 """
 
 from __future__ import annotations
@@ -16,11 +20,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from raydist.cluster.run.root_cause import RankError, is_echo
+from raydist.cluster.run.root_cause import RankError, is_echo, rank_error
 from raydist.diagnosis._hang import RankView, judge
 from raydist.ipc import RENDEZVOUS_SECRET
 from raydist.launch.rendezvous import new_secret
@@ -29,10 +34,15 @@ CAUSE_S = 2.0
 """How long to wait for the cause when ranks have only reported lost peers. The rank that caused it ends in that time, or hangs."""
 VIEW_S = 8.0
 """How long the agents may take to look at their ranks: 3 s, and the time to write the stacks to storage."""
+_OF_AGENTS = frozenset({"next", "beat", "ended", "late", "seen"})
+_TOGETHER_S = 0.05
+"""How long the answer to some calls waits for the others, once the first is there: an order goes to all agents at once."""
 BEAT_S = 1.0
 LOST_S = 8.0
 LOST_AFTER_A_FAILURE_S = 4.0
 """An agent is lost after this long without a beat; sooner when ranks have lost a connection already."""
+_MANY = 32
+"""Agents of which three quarters are not lost with one node."""
 
 
 @dataclass(slots=True)
@@ -45,31 +55,33 @@ class _Agent:
     beat: float
     lost: dict[str, Any] | None = None
     """Why it is no longer in the group: the fields of RankError."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Wakes its call of `next`: there is a new order, or it is no longer in the group."""
 
 
 class Coordinator:
     """See the module. All methods are coroutines of one event loop."""
 
     def __init__(self) -> None:
-        self._changed = asyncio.Condition()
+        self._waiting: list[asyncio.Future[None]] = []
+        """The driver's calls; those of the agents wait for their own `news`."""
         self._group = self._size = 0
         self._agents: dict[int, _Agent] = {}
         self._order: dict[str, Any] = {"number": 0, "do": "wait"}
-        self._attempt = 0
-        self._ranks: dict[int, dict[str, str]] = {}
-        """Agent -> the environment of its rank in the present attempt, with the variables of torchrun."""
-        self._reports: dict[int, dict[str, Any]] = {}
+        self._attempt, self._monitor = 0, None
+        self._clear({})
         self._views: dict[int, dict[str, Any]] = {}
-        self._ordered: set[int] = set()
-        """Agents that have received the order to train."""
         self._late = False
 
     # --- from the driver
 
     async def open(self, group: int, size: int) -> None:
         """`group`, of `size` agents, is now the present one; calls of others are ignored. Group numbers ascend."""
+        old, self._agents = self._agents, {}
         self._group, self._size = group, size
-        self._agents, self._ranks, self._reports = {}, {}, {}
+        self._clear({})
+        for agent in old.values():
+            agent.news.set()
         await self._command("wait")
 
     async def gathered(self) -> None:
@@ -87,16 +99,16 @@ class Coordinator:
         of the run's monitor, to which the agents forward the records of their ranks.
         """
         chosen = self._living()[:size]
-        self._attempt, self._reports, self._ranks = attempt, {}, _environments(chosen, self._agents)
-        self._ordered = set()
+        self._attempt, self._monitor = attempt, monitor
         if len(chosen) < size:
-            self._ranks = {}
+            self._clear({})
             why = next(agent.lost for agent in self._agents.values() if agent.lost is not None)
-            self._reports = {0: {"lost": {**why, "rank": None, "at": time.time()}, "at": time.time(), "silent_s": 0.0}}
+            self._report(0, {"lost": {**why, "rank": None, "at": time.time()}, "at": time.time(), "silent_s": 0.0})
             return
+        self._clear(_environments(chosen, self._agents))
         first = self._agents[chosen[0]].offer
         meet = {"MASTER_ADDR": first["host"], "MASTER_PORT": str(first["port"]), RENDEZVOUS_SECRET: new_secret()}
-        await self._command("train", attempt=attempt, job=dict(job), env=meet, monitor=monitor)
+        await self._command("train", attempt=attempt, job=dict(job), env=meet)
 
     async def result(self, attempt: int) -> dict[int, dict[str, Any]]:
         """Returns every rank's report when the attempt is over. The first failure ends it for all ranks, as soon as the cause is
@@ -110,14 +122,14 @@ class Coordinator:
             hung: dict[int, dict[str, Any]] = {}
             while not hung:
                 self._late = False
-                await self._until(lambda: self._over() or self._failed() or self._late)
-                if self._over() or self._failed():
+                await self._until(lambda: self._over() or self._failed or self._late)
+                if self._over() or self._failed:
                     break
                 hung = await self._look(attempt)
             if not self._over():
                 if not hung:
-                    await self._until(lambda: self._over() or self._failed(but_echoes=True), CAUSE_S)
-                    if self._raised():
+                    await self._until(lambda: self._over() or self._cause_known, CAUSE_S)
+                    if self._raised:
                         # Rank 0 may have raised as well, and may still be sending its last records.
                         await self._until(lambda: 0 in self._reports, CAUSE_S)
                 await self._kill()
@@ -136,9 +148,7 @@ class Coordinator:
     async def _kill(self) -> None:
         """First waits until every agent has its order to train: an agent receives only the newest order."""
         attempt = self._attempt
-        await self._until(
-            lambda: all(a in self._ordered or int(e["RANK"]) in self._reports for a, e in self._ranks.items())
-        )
+        await self._until(lambda: not self._without_order)
         if attempt == self._attempt:
             await self._command("kill", attempt=attempt)
 
@@ -146,8 +156,8 @@ class Coordinator:
         """Asks all agents for a view of their ranks. The report of the rank to blame, if there is one."""
         self._views = {}
         await self._command("look", attempt=attempt)
-        await self._until(lambda: self._failed() or len(self._views) == len(self._ranks), VIEW_S)
-        if self._failed() or not self._views:
+        await self._until(lambda: self._failed or len(self._views) == len(self._ranks), VIEW_S)
+        if self._failed or not self._views:
             return {}
         verdict = judge({rank: RankView(**view) for rank, view in self._views.items()})
         if verdict.rank is None:
@@ -175,7 +185,8 @@ class Coordinator:
             if agent.offer["node"] in gone and agent.lost is None:
                 error = RankError(None, "Retired", "its node is no longer used", kind="node_died")
                 agent.lost = _plain(error)
-        await self._notify()
+                agent.news.set()
+        self._notify()
 
     async def leave(self) -> None:
         """Ends the group."""
@@ -188,10 +199,12 @@ class Coordinator:
         `env`; an agent without a rank in the attempt gets "wait".
         """
         if group == self._group:
-            known = self._agents.get(agent)
-            self._agents[agent] = _Agent(offer, time.monotonic(), known.lost if known else None)
-            await self._notify()
-        await self._until(lambda: not self._ours(group, agent) or self._order["number"] > seen)
+            known = self._agents.setdefault(agent, _Agent(offer, 0.0))
+            known.offer, known.beat = offer, time.monotonic()
+            self._notify()
+            while self._ours(group, agent) and self._order["number"] <= seen:
+                known.news.clear()
+                await known.news.wait()
         if not self._ours(group, agent):
             return {"number": seen, "do": "leave"}
         if self._order["do"] not in ("train", "kill", "look"):
@@ -199,8 +212,8 @@ class Coordinator:
         if agent not in self._ranks:
             return {"number": self._order["number"], "do": "wait"}
         if self._order["do"] == "train":
-            self._ordered.add(agent)
-            await self._notify()
+            self._without_order.discard(agent)
+            self._notify()
             return {**self._order, "env": {**self._order["env"], **self._ranks[agent]}}
         return self._order
 
@@ -210,6 +223,28 @@ class Coordinator:
             self._agents[agent].beat = time.monotonic()
         return self._ours(group, agent)
 
+    async def monitor(self, group: int, attempt: int) -> Any:
+        """The actor handle of that attempt's monitor; None if another has begun. Not in the orders: it takes long to pickle."""
+        return self._monitor if (group, attempt) == (self._group, self._attempt) else None
+
+    async def many(self, calls: Sequence[Sequence[Any]]) -> dict[int, Any]:
+        """Calls of the agents of one node, [method, arguments ...]. Returns the answers of those that are done, by their place,
+        soon after the first one is; the others are to be made again.
+        """
+        assert all(method in _OF_AGENTS for method, *_ in calls), calls
+        answers, waiting = {}, {}
+        for place, (method, *given) in enumerate(calls):
+            if method == "next":
+                waiting[place] = asyncio.create_task(self.next(*given))
+            else:
+                answers[place] = await getattr(self, method)(*given)  # which does not wait
+        if waiting and not answers:
+            await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting.values(), timeout=_TOGETHER_S)
+        for task in waiting.values():
+            task.cancel()
+        return answers | {place: task.result() for place, task in waiting.items() if task.done()}
+
     async def ended(self, group: int, rank: int, attempt: int, report: dict[str, Any]) -> None:
         """How a rank's process ended. `report` has `outcome`, `error` (the fields of RankFailed) or `died` (pid, node_ip, how,
         starved).
@@ -217,20 +252,20 @@ class Coordinator:
         Also `at`, Unix time, and `silent_s`, seconds since its last progress.
         """
         if (group, attempt) == (self._group, self._attempt):
-            self._reports.setdefault(rank, report)
-            await self._notify()
+            self._report(rank, report)
+            self._notify()
 
     async def late(self, group: int, attempt: int) -> None:
         """A rank has been in one phase for longer than allowed."""
         if (group, attempt) == (self._group, self._attempt):
             self._late = True
-            await self._notify()
+            self._notify()
 
     async def seen(self, group: int, rank: int, attempt: int, view: dict[str, Any]) -> None:
         """The answer to "look": the fields of `raydist.diagnosis._hang.RankView`."""
         if (group, attempt) == (self._group, self._attempt):
             self._views[rank] = view
-            await self._notify()
+            self._notify()
 
     # --- from Ray Train's controller
 
@@ -238,7 +273,7 @@ class Coordinator:
         """Ray reports that an agent is dead. `error`: the fields of RankError."""
         if group == self._group:
             self._lose(agent, error)
-            await self._notify()
+            self._notify()
 
     # --- inside
 
@@ -248,68 +283,102 @@ class Coordinator:
     def _living(self) -> list[int]:
         return [number for number, agent in sorted(self._agents.items()) if agent.lost is None]
 
+    def _clear(self, ranks: dict[int, dict[str, str]]) -> None:
+        """What is known of an attempt before its first report."""
+        self._ranks = ranks
+        """Agent -> the environment of its rank in the present attempt, with the variables of torchrun."""
+        self._agent_of = {int(env["RANK"]): number for number, env in ranks.items()}
+        self._reports: dict[int, dict[str, Any]] = {}
+        self._failed = False
+        """Whether a rank has failed; `_cause_known`: not only by losing a peer; `_raised`: so, and with an exception."""
+        self._cause_known = self._raised = False
+        self._without_order = set(ranks)
+        """Agents that have neither received the order to train nor reported."""
+
+    def _report(self, rank: int, report: dict[str, Any]) -> None:
+        """The first report of a rank counts."""
+        if rank in self._reports:
+            return
+        self._reports[rank] = report
+        self._without_order.discard(self._agent_of.get(rank, -1))
+        error = rank_error(rank, report)
+        if error is not None:
+            own = not is_echo(error)
+            self._failed = True
+            self._cause_known |= own
+            self._raised |= own and "error" in report
+
     def _lose(self, number: int, error: dict[str, Any]) -> None:
         """Marks that agent as lost, and its rank, if it has one, as failed."""
         agent = self._agents.setdefault(number, _Agent({"node": ""}, time.monotonic()))
         agent.lost = agent.lost or error
+        agent.news.set()
         if number in self._ranks:
             rank, at = int(self._ranks[number]["RANK"]), time.time()
             report = {"lost": {**error, "rank": rank, "at": at}, "node": agent.offer["node"], "at": at}
-            self._reports.setdefault(rank, {**report, "silent_s": time.monotonic() - agent.beat})
+            self._report(rank, {**report, "silent_s": time.monotonic() - agent.beat})
 
     async def _watch(self) -> None:
-        """Marks the agents of the present attempt that send no beat as lost."""
+        """Marks the agents of the present attempt that send no beat as lost. The time in which this process did not run does not
+        count, nor that in which beats wait in its queue: with many agents, a quarter of them are then late at once.
+        """
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_S / 2)
-            limit = LOST_AFTER_A_FAILURE_S if self._failed() else LOST_S
-            for number in self._ranks:
-                agent = self._agents[number]
-                silent = time.monotonic() - agent.beat
-                if agent.lost is None and silent > limit:
+            now = time.monotonic()
+            missed, looked = max(now - looked - BEAT_S, 0.0), now
+            limit = LOST_AFTER_A_FAILURE_S if self._failed else LOST_S
+            living = [(number, agent) for number in self._ranks if (agent := self._agents[number]).lost is None]
+            for _, agent in living:
+                agent.beat += missed
+            silent = sorted(now - agent.beat for _, agent in living)
+            queue = max(silent[len(silent) // 4] - BEAT_S, 0.0) if len(silent) >= _MANY else 0.0
+            for number, agent in living:
+                if now - agent.beat > limit + min(queue, limit):
                     where = f"node {agent.offer['node'][:8]} ({agent.offer['host']})"
-                    message = f"{where} has not answered for {silent:.0f} s"
+                    message = f"{where} has not answered for {now - agent.beat:.0f} s"
                     self._lose(number, _plain(RankError(None, "NodeLost", message, kind="node_died")))
-            await self._notify()
+            self._notify()
 
     def _over(self) -> bool:
         return len(self._reports) >= len(self._ranks)
 
-    def _raised(self) -> bool:
-        """Whether a rank has raised an exception that is not about a lost peer."""
-        errors = [rank_error(rank, report) for rank, report in self._reports.items() if "error" in report]
-        return any(error is not None and not is_echo(error) for error in errors)
-
-    def _failed(self, but_echoes: bool = False) -> bool:
-        errors = [error for rank, report in self._reports.items() if (error := rank_error(rank, report)) is not None]
-        return any(not (but_echoes and is_echo(error)) for error in errors)
-
     async def _command(self, do: str, **what: Any) -> None:
         self._order = {"number": self._order["number"] + 1, "do": do, **what}
-        await self._notify()
+        for agent in self._agents.values():
+            agent.news.set()
+        self._notify()
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _notify(self) -> None:
+        """Wakes the driver's calls. No coroutine: an agent's call that is cancelled has either done nothing or is done."""
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            if not call.done():
+                call.set_result(None)
 
     async def _until(self, true: Callable[[], bool], timeout_s: float | None = None) -> None:
-        async with self._changed:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait_for(true), timeout_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not true():
+                    woken = asyncio.get_running_loop().create_future()
+                    self._waiting.append(woken)
+                    await woken
 
 
 def _environments(chosen: list[int], agents: Mapping[int, _Agent]) -> dict[int, dict[str, str]]:
     """Agent -> environment of its rank. LOCAL_RANK is the agent's own: it numbers the devices that Ray gave to the node's
     workers.
     """
-    nodes = list(dict.fromkeys(agents[number].offer["node"] for number in chosen))
     there = [agents[number].offer["node"] for number in chosen]
+    count = Counter(there)
+    nodes = {node: at for at, node in enumerate(count)}
     return {
         number: {
             "RANK": str(rank),
             "WORLD_SIZE": str(len(chosen)),
             "LOCAL_RANK": str(agents[number].offer["local_rank"]),
-            "LOCAL_WORLD_SIZE": str(there.count(there[rank])),
-            "NODE_RANK": str(nodes.index(there[rank])),
+            "LOCAL_WORLD_SIZE": str(count[there[rank]]),
+            "NODE_RANK": str(nodes[there[rank]]),
         }
         for rank, number in enumerate(chosen)
     }
@@ -317,24 +386,6 @@ def _environments(chosen: list[int], agents: Mapping[int, _Agent]) -> dict[int, 
 
 def _plain(error: RankError) -> dict[str, Any]:
     return {"type_name": error.type_name, "message": error.message, "kind": error.kind}
-
-
-def rank_error(rank: int, report: Mapping[str, Any]) -> RankError | None:
-    """The error of a rank's report; None if the rank ended without one."""
-    if "outcome" in report:
-        return None
-    if "error" in report:
-        error = report["error"]
-        return RankError(**{**error, "bases": tuple(error["bases"])})
-    if "hung" in report:
-        return RankError(rank, "RankHung", report["hung"], at=report["at"], kind="worker_hung")
-    if "lost" in report:
-        return RankError(**report["lost"])
-    died = report["died"]
-    if died["starved"]:
-        return RankError(rank, "OutOfMemory", died["starved"], at=report["at"], kind="out_of_memory")
-    message = f"process {died['pid']} on {died['node_ip']} exited without reporting an error ({died['how']})"
-    return RankError(rank, "WorkerDied", message, at=report["at"], kind="worker_died")
 
 
 def start_coordinator() -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raydist.checkpoint import memory_layout
-from raydist.cluster.run.memory_checkpoint_recovery import Fetch, place
+from raydist.cluster.run.memory_checkpoint_recovery import Fetch, Placement, place
 from raydist.cluster.run.memory_store import MemoryStore, start_actor
 from raydist.run.directory import RunDir
 
@@ -84,13 +84,15 @@ class MemoryCheckpoints:
         fresh = set(ranks.values()) - set(self._nodes)
         for node in fresh:
             self._nodes[node] = MemoryStore(self.folder) if self._private else start_actor(self.folder, node)
-        ring = sorted(set(ranks.values()))
+        ours: dict[str, list[int]] = {}
+        for rank, node in ranks.items():
+            ours.setdefault(node, []).append(rank)
+        ring = sorted(ours)
         with self._lock:
             self._links = {}
             for node, after in zip(ring, [*ring[1:], *ring[:1]], strict=True):
-                mine = [rank for rank, at in ranks.items() if at == node]
                 buddy = self._nodes[after] if after != node else None
-                self._links[node] = (self._nodes[node], buddy, mine, len(ranks))
+                self._links[node] = (self._nodes[node], buddy, ours[node], len(ranks))
         self._link()
         return fresh
 
@@ -122,25 +124,30 @@ class MemoryCheckpoints:
         if found is None:
             return {}
         step, manifest = found.copy.step, found.copy.manifest
-        calls = {}
-        for node, own in found.fetches.items():
-            wanted = [*found.common, *own]
-            if node == ranks[0]:
-                wanted.append(Fetch(manifest, 0, found.manifest_from))
-            has = inventories[node].files if node in inventories else {}
-            if any((step, f.name) not in has for f in wanted) or len(self._nodes) > 1:
-                sources = {f.source: self._nodes[f.source] for f in wanted if f.source != node}
-                calls[node] = ("fetch", (step, wanted, sources))
-        if self._private:
-            calls = {}  # all files are on this host
-        answers = self._ask(calls, _FETCH_S)
-        problems = [p for problems in answers.values() for p in problems]
-        problems += [f"node {node} does not answer" for node in calls if node not in answers]
-        if problems:
+        if problems := self._fetched(found, ranks[0]):
             self._note(f"the run does not resume from the copy in memory of step {step}: {problems[0]}")
             return {}
         self._used[step] = self._used.get(step, 0) + 1
         return {"step": step, "manifest": manifest}
+
+    def _fetched(self, found: Placement, first: str) -> list[str]:
+        """A line for each file that a node could not fetch. `first`: the node of rank 0."""
+        if self._private:
+            return []  # all files are on this host
+        import ray
+
+        # Once for all nodes: with a replicated state it names the shards of all ranks, and the memory stores of all nodes.
+        common = ray.put((found.common, self._sources(found.common)))
+        calls = {}
+        for node, own in found.fetches.items():
+            wanted = [*own, Fetch(found.copy.manifest, 0, found.manifest_from)] if node == first else own
+            calls[node] = ("fetch", (found.copy.step, wanted, self._sources(wanted), common))
+        answers = self._ask(calls, _FETCH_S)
+        problems = [p for problems in answers.values() for p in problems]
+        return problems + [f"node {node} does not answer" for node in calls if node not in answers]
+
+    def _sources(self, wanted: Sequence[Fetch]) -> dict[str, Any]:
+        return {source: self._nodes[source] for source in {fetch.source for fetch in wanted}}
 
     def _leave(self, nodes: set[str]) -> None:
         """Ends the MemoryStores of nodes without ranks: the files that were needed have been fetched."""

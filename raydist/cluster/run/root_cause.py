@@ -6,9 +6,9 @@ Runs anywhere. Pure: no ray, no torch, no clock, no I/O; tested as a table.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from raydist import errors
 
@@ -107,6 +107,24 @@ class Failure:
     def signature(self) -> tuple[str, str]:
         """Equal for failures that differ only in numbers (steps, pids, addresses)."""
         return self.kind, _but_numbers(self.cause)
+
+
+def rank_error(rank: int, report: Mapping[str, Any]) -> RankError | None:
+    """The error of a rank's report; None if the rank ended without one."""
+    if "outcome" in report:
+        return None
+    if "error" in report:
+        error = report["error"]
+        return RankError(**{**error, "bases": tuple(error["bases"])})
+    if "hung" in report:
+        return RankError(rank, "RankHung", report["hung"], at=report["at"], kind="worker_hung")
+    if "lost" in report:
+        return RankError(**report["lost"])
+    died = report["died"]
+    if died["starved"]:
+        return RankError(rank, "OutOfMemory", died["starved"], at=report["at"], kind="out_of_memory")
+    message = f"process {died['pid']} on {died['node_ip']} exited without reporting an error ({died['how']})"
+    return RankError(rank, "WorkerDied", message, at=report["at"], kind="worker_died")
 
 
 def _names(*roots: type[BaseException]) -> frozenset[str]:

@@ -19,9 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 from raydist.cluster import nodes
-from raydist.cluster.run.coordinator import rank_error
 from raydist.cluster.run.fit import AbortHandle, AttemptResult, WorkerKind, run_attempt
-from raydist.cluster.run.root_cause import Failure, is_echo, root_cause
+from raydist.cluster.run.root_cause import Failure, is_echo, rank_error, root_cause
 from raydist.cluster.session import Session
 
 _LOOK_S = 0.5

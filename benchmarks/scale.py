@@ -1,0 +1,273 @@
+"""The control plane of a run with up to 10,000 ranks: seconds to start an attempt and to replace a failed one, memory, messages.
+
+    python benchmarks/scale.py [--ranks 104 1000 10000] [--hosts 2] [--steady 10] [--beat 1] [--lost 8]
+
+A private Ray with the real Supervisor, RestartLoop, Elasticity, Group and MemoryCheckpoints in this process, and the real
+Coordinator and RunMonitor as actors. The nodes, with 8 ranks each, are simulated in `--hosts` more actors (scale_cluster.py), whose
+agents keep the protocol: so every message is sent by Ray. Not included: Ray Train's own work to place and start workers, the ranks'
+own start, and the rows of node monitors (monitor.py --tree has these).
+
+In this order, each from the attempt before: the start; some seconds of training; one rank dies, and all others lose a connection;
+one node is cut off; 5% of the ranks die together; the head's processes (coordinator, monitor, GCS) are stopped for 5 s; half of the
+nodes are cut off.
+
+"ordered": seconds until the last agent had the order to train of the next attempt: for a death from the death, for a node that was
+cut off from when the coordinator noticed it, `--lost` seconds after its last beat. Processor time is that of the process in these
+seconds. All share this machine's cores: on a cluster the simulated agents would not. `--beat`: seconds between two beats of a node.
+With 10,000 ranks the simulated nodes need about a core of their own: on a machine without it, give larger values of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import write
+from scale_cluster import PER_NODE, Cluster, Host
+
+from raydist.cluster.run import coordinator
+from raydist.cluster.run.request import Request
+from raydist.cluster.run.supervisor import Supervisor
+from raydist.cluster.session import Session, open_session, worker_environment
+from raydist.records import Event
+from raydist.run.directory import RunDir
+from raydist.run.log import read_events
+from raydist.spec import JobSpec
+
+ROLES = {
+    "coordinator": "ray::Coordinator",
+    "monitor": "ray::RunMonitor",
+    "GCS": "gcs_server",
+    "raylet": "raylet/raylet",
+}
+PAUSE_S = 5.0
+WAIT_S = 600.0
+
+
+class View:
+    """Shows nothing but notes."""
+
+    def update(self, snapshot: Any) -> None:
+        """Nothing."""
+
+    def event(self, event: Event) -> None:
+        """Notes and decisions."""
+        if event.kind in ("note", "decision", "failure"):
+            print(
+                "   ",
+                event.kind,
+                {k: str(v)[:100] for k, v in event.data.items() if v and k != "traceback"},
+                flush=True,
+            )
+
+    def note(self, text: str) -> None:
+        """A message."""
+        print("    message:", text, flush=True)
+
+
+class Processes:
+    """The control processes of this run: their processor time and memory."""
+
+    def __init__(self) -> None:
+        self.all = {"driver": psutil.Process()}
+        for process in psutil.Process().children(recursive=True):
+            line = " ".join(process.cmdline())
+            for role, name in ROLES.items():
+                if name in line and role not in self.all:
+                    self.all[role] = process
+
+    def cpu(self) -> dict[str, float]:
+        """Seconds of processor time so far."""
+        return {role: sum(process.cpu_times()[:2]) for role, process in self.all.items()}
+
+    def uss(self) -> dict[str, int]:
+        """MiB that only this process has."""
+        return {role: process.memory_full_info().uss >> 20 for role, process in self.all.items()}
+
+    def signal(self, number: int, *roles: str) -> None:
+        """Sends a signal to these."""
+        for role in roles:
+            os.kill(self.all[role].pid, number)
+
+
+class Run:
+    """One run of `ranks` ranks. `measure()` returns the figures."""
+
+    def __init__(self, ranks: int, session: Session, folder: str, options: argparse.Namespace) -> None:
+        self.ranks, self.steady_s, self.attempt = ranks, options.steady, 0
+        host = ray.remote(Host).options(num_cpus=0, max_concurrency=100_000)
+        self.cluster = Cluster(
+            ranks // PER_NODE, [host.remote(options.beat) for _ in range(options.hosts)], options.lost
+        )
+        self.run = RunDir(f"{folder}/run-{ranks}")
+        spec = JobSpec.model_validate(
+            {
+                "name": "scale",
+                "data": {"source": "python-stdlib", "tokenizer": "bytes"},
+                "train": {"steps": 1000, "global_batch": ranks, "micro_batch": 1},
+                "cluster": {"workers": [ranks // 4, ranks], "gpus_per_worker": 1},
+                "recovery": {"max_failures": -1, "backoff_s": 0.0},
+                "observe": {"interval_s": None},
+            }
+        )
+        request = Request(spec, self.run, "", 1.0, exporters=[])
+        with self.cluster.simulated():
+            self.supervisor = Supervisor.build(request, replace(session, private=False), View())
+        self.ending: Any = None
+
+    def measure(self) -> dict[str, Any]:
+        """Runs through all faults."""
+        thread = threading.Thread(target=self._run)
+        begun, before = time.time(), self._no_cpu()
+        thread.start()
+        self._ordered(1, self.ranks)
+        found: dict[str, Any] = {"start": self._phase(1, before, min)}
+        self.processes = Processes()
+        found["steady"] = self._steady()
+        found["one rank dies"] = self._after(lambda: self.cluster.call("die", [self.ranks // 2], True), self.ranks)
+        found["one node is cut off"] = self._cut(1)
+        five = range(0, self.living, 20)
+        found["5% of the ranks die"] = self._after(lambda: self.cluster.call("die", [*five], True), self.living)
+        found["the head stops for 5 s"] = self._pause()
+        found["half of the nodes are cut off"] = self._cut(self.cluster.count // 2)
+        found["memory_mib"] = self.processes.uss()
+        self.cluster.call("finish")
+        thread.join(WAIT_S)
+        events = [event.kind for event in read_events(self.run)]
+        found["attempts"], found["seconds"] = events.count("attempt_started"), round(time.time() - begun, 1)
+        found["ending"] = self.ending.status if self.ending else None
+        self.cluster.close()
+        return found
+
+    # --- inside
+
+    def _run(self) -> None:
+        with self.cluster.simulated():
+            self.ending = self.supervisor.run(signals=False)
+
+    @property
+    def living(self) -> int:
+        """Ranks on nodes that are not cut off."""
+        return self.ranks - PER_NODE * len(self.cluster.gone)
+
+    def _no_cpu(self) -> dict[str, float]:
+        return dict.fromkeys(("driver", *ROLES), 0.0) | {"driver": sum(psutil.Process().cpu_times()[:2])}
+
+    def _ordered(self, attempt: int, ranks: int) -> list[dict[str, Any]]:
+        """Waits until all agents have the order to train of that attempt. What the hosts have seen."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            seen = self.cluster.call("seen")
+            if sum(s["orders"].get(attempt, (0,))[0] for s in seen) >= ranks:
+                self.attempt = attempt
+                return seen
+            if time.monotonic() > deadline or self.ending is not None:
+                raise TimeoutError(f"attempt {attempt}: {[s['orders'] for s in seen]}, {self.ending}")
+            time.sleep(0.2)
+
+    def _phase(
+        self, attempt: int, before: dict[str, float], since: Callable[..., float], at: float = 0.0
+    ) -> dict[str, Any]:
+        """Seconds and processor time of the start of an attempt, from `at`, or from when the agents joined."""
+        seen = self.cluster.call("seen")
+        begun = at or since(s["joined"] for s in seen)
+        last = max(s["orders"][attempt][2] for s in seen if attempt in s["orders"])
+        first = min(s["orders"][attempt][1] for s in seen if attempt in s["orders"])
+        cpu = {role: round(spent - before.get(role, 0.0), 2) for role, spent in Processes().cpu().items()}
+        return {"ordered_s": round(last - begun, 2), "first_order_s": round(first - begun, 2), "cpu_s": cpu}
+
+    def _after(self, fault: Callable[[], list[float]], ranks: int) -> dict[str, Any]:
+        before = self.processes.cpu()
+        at = min(fault())
+        self._ordered(self.attempt + 1, ranks)
+        return self._phase(self.attempt, before, min, at)
+
+    def _cut(self, count: int) -> dict[str, Any]:
+        """Cuts off some nodes, not that of rank 0. Ray knows them to be dead later."""
+        usable = [name for name in self.cluster.names[1:] if name not in self.cluster.gone]
+        gone = usable[len(usable) // 2 :][:count] if count == 1 else usable[:count]
+        before = self.processes.cpu()
+        self.cluster.gone.update(gone)
+        at = min(self.cluster.call("cut", gone))
+        seen = self._ordered(self.attempt + 1, self.living)
+        noticed = next(s["orders"][self.attempt][3]["seen"] for s in seen if self.attempt in s["orders"])
+        found = self._phase(self.attempt, before, min, noticed)
+        self.cluster.dead.update(gone)
+        return {"noticed_s": round(noticed - at, 2), **found}
+
+    def _steady(self) -> dict[str, Any]:
+        self.cluster.call("seen")
+        before, begun = self.processes.cpu(), time.monotonic()
+        time.sleep(self.steady_s)
+        seen, seconds = self.cluster.call("seen"), time.monotonic() - begun
+        share = {role: round((spent - before[role]) / seconds, 3) for role, spent in self.processes.cpu().items()}
+        count = {name: sum(s["messages"].get(name, 0) for s in seen) for name in ("messages", "beat", "next", "push")}
+        return {
+            "messages_s": {name: round(n / seconds, 1) for name, n in count.items()},
+            "bytes": {name: n for s in seen for name, n in s["bytes"].items()},
+            "longest_beat_s": round(max(s["longest_beat_s"] for s in seen), 2),
+            "cores": share,
+            "memory_mib": self.processes.uss(),
+        }
+
+    def _pause(self) -> dict[str, Any]:
+        """Stops the head's processes, as if its host had been suspended; no agent may be lost by that."""
+        roles = ("coordinator", "monitor", "GCS")
+        attempt = self.attempt
+        self.processes.signal(signal.SIGSTOP, *roles)
+        time.sleep(PAUSE_S)
+        self.processes.signal(signal.SIGCONT, *roles)
+        begun, before = time.monotonic(), self.processes.cpu()
+        self.cluster.call("seen")
+        time.sleep(0.5)
+        # Until beats are answered at once again.
+        while max(s["longest_beat_s"] for s in self.cluster.call("seen")) > 1.0 and time.monotonic() - begun < WAIT_S:
+            time.sleep(0.5)
+        spent = self.processes.cpu()["coordinator"] - before["coordinator"]
+        new = max(n for s in self.cluster.call("seen") for n in s["orders"]) - attempt
+        return {
+            "answers_again_s": round(time.monotonic() - begun, 2),
+            "coordinator_cpu_s": round(spent, 2),
+            "new_attempts": new,
+        }
+
+
+def main() -> None:
+    """Prints the figures of each size, writes results/scale.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[104, 1000, 10_000])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--steady", type=float, default=10.0)
+    parser.add_argument("--beat", type=float, default=1.0)
+    parser.add_argument("--lost", type=float, default=coordinator.LOST_S)
+    options = parser.parse_args()
+    found = {}
+    for ranks in options.ranks:
+        assert ranks % PER_NODE == 0, f"--ranks {ranks}: give a multiple of {PER_NODE}"
+        with tempfile.TemporaryDirectory(dir=os.getcwd()) as folder:
+            here = str(Path(__file__).parent)
+            with open_session(
+                "local", env=worker_environment(), log_dir=Path(folder, "logs"), python_path=[here]
+            ) as session:
+                found[str(ranks)] = Run(ranks, session, folder, options).measure()
+        print(ranks, found[str(ranks)], flush=True)
+        asked = {"load": os.getloadavg(), "beat_s": options.beat, "lost_s": options.lost}
+        path = write("scale", {**asked, "ranks": found})
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
