@@ -47,6 +47,18 @@ for path in what["paths"]:
     attempt(f"delete {path}", lambda: os.unlink(path))
     attempt(f"write {path}", lambda: open(path + "/mine" if os.path.isdir(path) else path, "w"))
 for address in what["unix"]:
+    if address.startswith("@"):  # everybody may connect to an abstract name: it must not answer
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(5)
+        try:
+            sock.connect("\\0" + address[1:])
+            sock.sendall(b'[0, "beat", [1, 0]]\\n')
+            heard = sock.recv(100)
+        except OSError:
+            heard = b""
+        if heard:
+            got.append(f"hear {address}")
+        continue
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET if "zygote" in address else socket.SOCK_STREAM)
     attempt(f"connect {address}", lambda: sock.connect(address))
 for pid in what["pids"]:
@@ -113,7 +125,7 @@ def documented() -> dict[str, set[str]]:
             processes = ["driver", "ray::"] if "python" in cells[1] else [cells[1]]
             for name in processes:
                 found.setdefault(name, set()).update(
-                    re.findall(r"\b(?:all|loopback|node)\b|/(?:tmp|dev)[^,;]*", cells[2])
+                    re.findall(r"\b(?:all|loopback|node)\b|[/@](?:tmp|dev|raydist)[^,;]*", cells[2])
                 )
     return found
 
@@ -138,6 +150,7 @@ def test_a_live_run_and_another_user_of_the_host(project: Any) -> None:
         assert any(re.fullmatch(one, address) for one in pattern), f"{name!r} listens on {address}: not in {DOCS.name}"
     assert ("rank", "node") in rows
     assert ("driver", f"{copies}/bell") in rows
+    assert any(name == "ray::" and address.startswith("@raydist-") for name, address in rows)
     session = Path(next(path for path in what["unix"] if path.endswith("/zygote"))).parent
     run = project.runs / "held"
     board = mailbox.folder(str(run))
