@@ -19,6 +19,7 @@ Runs anywhere. Imports nothing of raydist except what removes secrets and contro
     │   └── SpecChanged               2: a resumed run would give other results than the original
     ├── QuantizationRefused           3: quantised weights lose more than was allowed
     ├── TraceFailed                   3: a running job returned no trace, or only a part
+    ├── SaveFailed                    3: a running job did not save a checkpoint that was asked for
     ├── StopFailed                    3: a run did not stop in time, or its driver died
     ├── RankRefused                   3: a process that is not of this attempt has taken a rank's place
     ├── HeadReplaced                  3: Ray's head was started again, as another cluster
@@ -134,6 +135,10 @@ class QuantizationRefused(RaydistError):
 
 class TraceFailed(RaydistError):
     """A running job did not return the requested trace; its training continues."""
+
+
+class SaveFailed(RaydistError):
+    """A running job did not save the checkpoint that a user has asked for; its training continues."""
 
 
 class StopFailed(RaydistError):

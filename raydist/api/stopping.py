@@ -98,7 +98,7 @@ class Driven:
         return f"{self} is {status} {self.as_it_is()}: there is nothing to stop"
 
 
-def stop(place: RunDir | SweepDir, wait_s: float | None) -> None:
+def stop(place: RunDir | SweepDir, wait_s: float | None, by: str = "raydist.Run.stop") -> None:
     """Asks the driver to end after one checkpoint, and waits at most `wait_s` seconds for that; None: does not wait.
 
     Does nothing if there is no live driver. Raises UsageError for a cell of a sweep, StopFailed if it has not ended in time.
@@ -108,6 +108,6 @@ def stop(place: RunDir | SweepDir, wait_s: float | None) -> None:
     folder.refuse_cell(driver)
     if driver is None or not driver.alive:
         return
-    ask_stop(place, driver)
+    ask_stop(place, driver, by)
     if wait_s is not None:
         wait(folder, driver, wait_s)

@@ -1,4 +1,4 @@
-"""`raydist checkpoint`: lists, checks and prunes a run's checkpoints, and exports weights.
+"""`raydist checkpoint`: lists, makes, checks and prunes a run's checkpoints, and exports weights.
 
 Runs in: the user's shell. Imports torch only inside `export`.
 """
@@ -17,7 +17,7 @@ from raydist.cli import options
 from raydist.errors import CheckpointNotFound, UsageError
 from raydist.run.directory import RunDir, resolve
 
-app = typer.Typer(help="List, check, prune and export a run's checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="List, make, check, prune and export a run's checkpoints.", no_args_is_help=True)
 
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, folder or URI.", show_default=False)]
 _Step = Annotated[int | None, typer.Option(help="The checkpoint of this step.", show_default=False)]
@@ -49,6 +49,21 @@ def _line(row: dict[str, Any]) -> str:
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["saved_at"]))
     best = "  best" if row["best"] else ""
     return f"{row['step']:>10}  {row['bytes'] / 2**20:>10.1f}  {loss:>10}  {row['world_size']:>5}  {saved}{best}"
+
+
+@app.command()
+def now(
+    run: _Run,
+    storage: options.Storage = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for it.")] = 600.0,
+    as_json: _Json = False,
+) -> None:
+    """Have a run that is training save a checkpoint after its present step, and wait until it is committed."""
+    from raydist.checkpoint.on_request import save_now
+
+    folder = resolve(run, storage)
+    step = save_now(folder, timeout, "`raydist checkpoint now`")
+    print(json.dumps({"step": step}) if as_json else f"run {folder.name}: checkpoint of step {step}")
 
 
 @app.command()

@@ -31,10 +31,14 @@ def dashboard(
         str, typer.Option(help="Address to listen on; another one lets other machines connect.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = PORT,
+    allow_actions: Annotated[
+        bool, typer.Option("--allow-actions", help="Pages may stop a run, have it save a checkpoint, or trace it.")
+    ] = False,
 ) -> None:
     """Serve live pages of runs and sweeps to your browser, from their folders alone, until Ctrl-C.
 
-    Prints the address to open; whoever has it can see the runs, so do not share it. Changes nothing.
+    Prints the address to open; whoever has it can see the runs, so do not share it. Changes nothing, but for what --allow-actions
+    lets them ask runs for.
     """
     import asyncio
 
@@ -53,7 +57,7 @@ def dashboard(
                 f"storage {home.uri} ({choice.because}) does not exist", "name a folder or URI that holds runs"
             )
     with listener(host, port) as listening:
-        door = Door(host, listening.getsockname()[1])
+        door = Door(host, listening.getsockname()[1], acts=allow_actions)
 
         def ready() -> None:
             print(door.url(), flush=True)

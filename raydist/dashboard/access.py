@@ -6,6 +6,8 @@ stops another attack:
     the cookie               other users of the host, and of the network
     Host                     a foreign name that was made to resolve to this address (DNS rebinding)
     Origin, Sec-Fetch-Site   other pages in the same browser, which send the cookie along
+
+What changes a run (POST) needs an Origin besides, and a server that allows it.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Door:
-    """Decides on requests. `host`: the address at which the server listens, as given."""
+    """Decides on requests. `host`: the address at which the server listens, as given; `acts`: whether POST is allowed."""
 
     host: str
     port: int
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    acts: bool = False
 
     @property
     def cookie(self) -> str:
@@ -47,16 +50,18 @@ class Door:
 
     def refused(self, method: str, headers: Mapping[str, str]) -> str | None:
         """Why a request is refused whatever its token is; None if it is not."""
-        if method not in ("GET", "HEAD"):
+        if method not in ("GET", "HEAD") and not (method == "POST" and self.acts):
             return "this server only shows: use GET"
         if not self._ours(headers.get("Host", "")):
             return "the name in the address is not one of this host"
         origin = headers.get("Origin")
-        if origin is not None and origin != f"http://{headers['Host']}":
+        if (origin is not None or method == "POST") and origin != f"http://{headers['Host']}":
             return "the request comes from another site"
         foreign = headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none")
         if foreign and not (
-            headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
+            method != "POST"
+            and headers.get("Sec-Fetch-Mode") == "navigate"
+            and headers.get("Sec-Fetch-Dest") == "document"
         ):
             return "the request comes from another site"
         return None

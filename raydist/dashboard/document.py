@@ -26,6 +26,7 @@ form.view label{display:grid;gap:2px;color:var(--quiet);flex:0 1 auto}
 input,select,button{font:inherit;font-size:14px;color:var(--ink);background:var(--sheet);border:1px solid var(--quiet);
 border-radius:5px;padding:4px 8px;max-width:100%}
 input[type=number]{width:104px}button{cursor:pointer;padding:4px 14px}
+.actions button{margin-right:10px}
 button.save{float:right;font-size:12px;padding:0 7px;color:var(--quiet);border-color:var(--line)}
 @media print{button.save{display:none}}
 :focus-visible{outline:2px solid var(--s0);outline-offset:2px}

@@ -112,6 +112,22 @@
   });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") drop(); });
 
+  // Actions, where the server allows them: asked twice, and sent with this page's Origin.
+  main.addEventListener("click", async (event) => {
+    const button = event.target.closest("button[data-act]");
+    if (!button || !confirm(button.dataset.ask)) return;
+    const told = document.getElementById("told");
+    button.disabled = true;
+    try {
+      const answer = await fetch(`${location.pathname}/${button.dataset.act}`, {method: "POST", cache: "no-store"});
+      const json = answer.headers.get("Content-Type")?.startsWith("application/json");
+      told.textContent = json ? (await answer.json()).told : `The dashboard has refused it (${answer.status}).`;
+    } catch {
+      told.textContent = "The dashboard does not answer; nothing was asked.";
+    }
+    button.disabled = false;
+  });
+
   // The list's filter: rows that contain every word. It is kept in the address, so that it can be sent to others.
   const words = document.getElementById("filter");
   const filter = () => {

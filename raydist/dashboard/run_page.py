@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from raydist.checkpoint import manifest
+from raydist.dashboard import actions
 from raydist.dashboard.document import Parts, parts, wrong
 from raydist.dashboard.views import RunView, form
 from raydist.diagnosis import examine
@@ -65,15 +66,23 @@ def examined(run: RunDir) -> dict[str, Any]:
     return doctor.facts(examine(run))
 
 
-def page(run: RunDir, seen: Seen, found: Mapping[str, Any] | None, view: RunView, others: Mapping[str, Other]) -> Parts:
-    """The parts of the page. `found`: of `examined`, None if it is not known (yet). `others`: the runs beside it, by name. Raises
-    StorageError."""
+def page(
+    run: RunDir,
+    seen: Seen,
+    found: Mapping[str, Any] | None,
+    view: RunView,
+    others: Mapping[str, Other],
+    acts: bool = False,
+) -> Parts:
+    """The parts of the page. `found`: of `examined`, None if it is not known (yet). `others`: the runs beside it, by name. `acts`:
+    with the buttons of actions, while it trains. Raises StorageError."""
     curves = View(view.first, view.last, view.smooth, view.y, {name: other.steps for name, other in others.items()})
     made = pages.parts(seen.report, curves)
     head, facts = made.pop("head"), seen.report.facts
     running = facts["status"] == "running"
     shown = {
         "head": head,
+        **({"actions": actions.buttons()} if running and acts else {}),
         "doctor": section("Findings", _present(seen.now) if running else _doctor(found), id="doctor"),
         **({"now": section("Now", _now(seen.now), id="now")} if running else {}),
         **({"nodes": section("Nodes and GPUs", _nodes(seen.now), id="nodes")} if seen.now["nodes"] else {}),

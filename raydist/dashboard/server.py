@@ -1,4 +1,5 @@
-"""The HTTP server of `raydist dashboard`: aiohttp, which Ray's own dashboard uses. It answers GET only, and changes nothing.
+"""The HTTP server of `raydist dashboard`: aiohttp, which Ray's own dashboard uses. It answers GET only, and changes nothing, unless
+it is started with --allow-actions: then a POST to a run's address asks that run for something (actions.py).
 
 Runs in: one process; pages are read and drawn in THREADS threads beside the server's.
 """
@@ -20,12 +21,13 @@ import pyarrow as pa
 import pyarrow.csv
 from aiohttp import web
 
-from raydist.dashboard import views
+from raydist.dashboard import actions, views
 from raydist.dashboard.access import HEADERS, PARAMETER, Door
 from raydist.dashboard.cache import EVERY_S, Live
 from raydist.dashboard.document import CHART_SCRIPT, LIVE_SCRIPT, LOOK, PICTURE_SCRIPT, Parts, document, plain
 from raydist.dashboard.site import Place, Site
 from raydist.errors import RaydistError, UsageError
+from raydist.redact import redact
 from raydist.storage import Storage
 
 THREADS = 4
@@ -46,7 +48,7 @@ class Server:
     """A dashboard over these storages. `made`: identifies this process in versions, which begin anew with it."""
 
     def __init__(self, homes: Sequence[Storage], door: Door) -> None:
-        self._site, self._door = Site(homes), door
+        self._site, self._door = Site(homes, door.acts), door
         self._made = secrets.token_hex(4)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="dashboard")
 
@@ -65,6 +67,9 @@ class Server:
         app.router.add_get("/run/{storage:\\d+}/{name}", self._run)
         app.router.add_get("/cell/{storage:\\d+}/{sweep}/{name}", self._run)
         app.router.add_get("/sweep/{storage:\\d+}/{name}", self._sweep)
+        if self._door.acts:
+            app.router.add_post("/run/{storage:\\d+}/{name}/{action}", self._act)
+            app.router.add_post("/cell/{storage:\\d+}/{sweep}/{name}/{action}", self._act)
         for path, (kind, text) in _FILES.items():
             app.router.add_get(path, _file(kind, text))
         return app
@@ -112,6 +117,14 @@ class Server:
         if request.query.get("download") == "steps.csv":
             return await self._csv(request, place)
         return await self._show(request, self._site.run_page(place, view), path)
+
+    async def _act(self, request: web.Request) -> web.StreamResponse:
+        place, _ = await self._thread(self._place, request)
+        try:
+            told, status = await self._thread(actions.ask, self._site.folder(place), request.match_info["action"]), 202
+        except RaydistError as error:
+            told, status = f"{error.message}: {error.hint}" if error.hint else error.message, 409
+        return web.json_response({"told": redact(told)}, status=status)
 
     def _place(self, request: web.Request) -> tuple[Place, list[tuple[str, str]]]:
         asked = request.match_info

@@ -38,10 +38,10 @@ class Place:
 
 
 class Site:
-    """All pages of these storages."""
+    """All pages of these storages. `acts`: runs' pages have buttons of actions."""
 
-    def __init__(self, homes: Sequence[Storage]) -> None:
-        self.homes = homes
+    def __init__(self, homes: Sequence[Storage], acts: bool = False) -> None:
+        self.homes, self._acts = homes, acts
         self._runs, self._steps, self._pages = Shelf(_RUNS), Shelf(_RUNS), Shelf(_PAGES)
         self._examined = Shelf(_RUNS)
         self._examining: set[Place] = set()
@@ -95,7 +95,7 @@ class Site:
             seen = data.get().value
             found = self._findings(place, run) if _ended(seen) else None
             others = {name: other(name) for name in view.beside}
-            return run_page.page(run, seen, found.value if found else None, view, others)
+            return run_page.page(run, seen, found.value if found else None, view, others, self._acts)
 
         return self._page((place, view), stamp, make, lambda error: run_page.broken(run.name, str(error), view))
 
@@ -108,6 +108,10 @@ class Site:
             lambda _: sweep_page.page(sweep, place.storage),
             lambda error: problem(sweep.name, str(error)),
         )
+
+    def folder(self, place: Place) -> RunDir:
+        """The run."""
+        return RunDir(self.homes[place.storage].at(place.name))
 
     def steps(self, place: Place) -> Live[pa.Table]:
         """The steps of a run."""

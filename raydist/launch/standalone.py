@@ -48,12 +48,12 @@ class FolderLog:
             "world_size": world_size,
             "workers": [],
         }
-        self._stored = 0.0
-        self._traces: list[tuple[int, int]] = []
+        self._stored, self._stopping = 0.0, False
+        self._inbox = requests.Inbox()
         self._store("running")
 
     def push(self, records: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any]:
-        """Writes records and events. Returns the answer for the loop: the requested traces, and a command."""
+        """Writes records and events. Returns the answer for the loop: a command, and what users request."""
         for raw in events:
             if raw["kind"] == "resumed":
                 self._log.attempt(raw["attempt"], int(raw["step"]))
@@ -74,8 +74,16 @@ class FolderLog:
             self.durable()
             self._store("running")
             with contextlib.suppress(StorageError):
-                self._traces = [(request.number, request.steps) for request in requests.pending(self._run)]
-        return {"traces": self._traces, "command": "stop" if self._lease.asked_to_stop() is not None else None}
+                for event in self._inbox.look(self._run):
+                    self._log.event(event)
+        return {"command": "stop" if self._asked_to_stop() else None, **self._inbox.answer()}
+
+    def _asked_to_stop(self) -> bool:
+        who = self._lease.asked_to_stop()
+        if who is not None and not self._stopping:
+            self._stopping = True
+            self._log.event(Event("requested", time.time(), {"what": "stop", "number": 0, "by": who}))
+        return self._stopping
 
     def durable(self) -> None:
         """Returns once all that was pushed is written."""

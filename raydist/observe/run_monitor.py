@@ -4,7 +4,7 @@ Runs in: one zero-CPU actor, owned by the driver and on its node (monitor_actor.
 `RunMonitor` is a plain class.
 
     rank 0's side thread --push(records, events)--> RunMonitor --> metrics/*.parquet, events.jsonl, state.json; exporters
-                         <--{"command", "traces"}-      ^   ^----- requests/*.json
+                         <--{"command", "traces", ..}-  ^   ^----- requests/*.json
     node monitors        -------observe(rows)-----------|          samples/*.parquet        (more than 64 nodes: aggregator.py)
                                           driver: begin_attempt, command, snapshot, end
 
@@ -68,7 +68,7 @@ class RunMonitor:
         self._view = LiveView()
         self._status: Status = "running"
         self._command: str | None = None
-        self._traces: list[tuple[int, int]] = []
+        self._inbox = requests.Inbox()
         self._recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_EVENTS_KEPT)
         self._seen = 0
         self._storage_error: str | None = None
@@ -181,8 +181,8 @@ class RunMonitor:
     # --- from rank 0
 
     def push(self, records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Steps (StepRecord.to_dict()) and events (Event.to_dict()), each in order. Returns {"command": None or "stop"}, and if
-        there are open requests for traces (raydist/run/requests.py) "traces": their (number, steps), oldest first.
+        """Steps (StepRecord.to_dict()) and events (Event.to_dict()), each in order. Returns {"command": None or "stop"}, and what
+        users request (raydist.run.requests.Inbox).
 
         Returns at once: nothing is durable before `flush`. Raises KeyError if a record lacks a field.
         """
@@ -192,7 +192,7 @@ class RunMonitor:
         if new:
             self._journal_add(steps=new)
         with self._lock:
-            return {"command": self._command, **({"traces": self._traces} if self._traces else {})}
+            return {"command": self._command, **self._inbox.answer()}
 
     def stage(self, attempt: int, name: str, at: float) -> None:
         """The attempt's current startup stage (raydist/worker/metrics/startup_timing.py); `at`: Unix time."""
@@ -336,9 +336,8 @@ class RunMonitor:
 
     def _look_for_requests(self) -> None:
         with suppress(StorageError):  # the requester reports it when its wait times out
-            found = [(request.number, request.steps) for request in requests.pending(self._run)]
-            with self._lock:
-                self._traces = found
+            for event in self._inbox.look(self._run):
+                self._take(event)
 
     def _store_state(self) -> None:
         with self._storing:

@@ -84,11 +84,11 @@ class Alone:
         """`step` is done. Whether it is the first one of an attempt that copies its state to memory."""
         return False
 
-    def agree(self, vote: float) -> tuple[bool, bool]:
-        """(whether the run is to end after this step, whether to copy the state to memory); every rank. `vote`: this rank's, see
-        `MemoryCheckpointer.vote`.
+    def agree(self, vote: float) -> tuple[bool, bool, bool]:
+        """Whether the run is to end after this step, to save a checkpoint, to copy the state to memory; every rank. `vote`: this
+        rank's, see `MemoryCheckpointer.vote`.
         """
-        return False, False
+        return False, False, False
 
     def close(self, outcome: Outcome) -> None:
         """Writes the run's end, and gives the lease back."""
@@ -154,13 +154,21 @@ class Launched:
             here.reporter.say("first_step", attempt=here.job.attempt, step=step, **data)
         return True
 
-    def agree(self, vote: float) -> tuple[bool, bool]:
-        """Rank 0 knows the driver's command; a copy is taken if rank 0 wants one and no rank is busy with the last."""
-        sums = torch.tensor([float(bool(self.reporter and self.reporter.command == "stop")), vote], dtype=torch.float64)
+    def agree(self, vote: float) -> tuple[bool, bool, bool]:
+        """Rank 0 knows the driver's command and users' requests; a copy is taken if rank 0 wants one and no rank is busy with the
+        last."""
+        reporter = self.reporter
+        stops, wants = (
+            reporter is not None and reporter.command == "stop",
+            reporter is not None and reporter.wants_checkpoint,
+        )
+        sums = torch.tensor([float(stops), float(wants), vote], dtype=torch.float64)
         if self.rank.world_size > 1:
             dist.all_reduce(sums, group=self.rank.control)
-        stop, votes = sums.tolist()
-        return stop > 0, votes == 1.0
+        stop, save, votes = sums.tolist()
+        if save and reporter is not None:
+            reporter.saves()
+        return stop > 0, save > 0, votes == 1.0
 
     def close(self, outcome: Outcome) -> None:
         """Leaves the outcome for the rank."""

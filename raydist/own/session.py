@@ -284,9 +284,9 @@ class Session:
             checkpoints.prepare()
         ending = at.step == self._total
         due = checkpoints.due(at.step, ending)
-        self._stops, copies = self._host.agree(checkpoints.vote(due))
+        self._stops, asked, copies = self._host.agree(checkpoints.vote(due))
         heartbeat.enter("save")
-        if due:
+        if due or asked:
             self._save(ending)
         elif copies:
             self._save(ending, to_memory=True)

@@ -158,6 +158,8 @@ def _line(what: Event) -> str:
         case "loss_spike":
             spike = f"step {data['step']}: loss {loss(data['loss'])}, the median before is {loss(data['median'])}"
             return f"{spike}: {_ACTIONS[data['action']]}"
+        case "requested":
+            return f"{data['by'] or 'somebody'} asks for {_REQUESTS.get(data['what'], data['what'])}"
         case "trace_started":
             last = data["first_step"] + data["steps"] - 1
             return f"trace {data['trace']}: steps {data['first_step']} to {last} on {data['world_size']} ranks"
@@ -215,6 +217,7 @@ def _added_up(stages: Mapping[str, float]) -> tuple[str, str]:
     return f"{total:.{digits}f} s", ", ".join(parts)
 
 
+_REQUESTS = {"stop": "the end of the run", "checkpoint": "a checkpoint", "trace": "a trace"}
 _ACTIONS = {
     "stop": "the run stops",
     "skip": "the step is skipped",

@@ -3,7 +3,7 @@
 Runs in: the driver. Must not import ray or torch.
 
     RUN/drivers/000007.json    {"driver": {host, pid, ...}, "key", "renewed_at", "ended"}
-                000007.stop    a request to that driver to end the run: {"host", "pid", "at"} (`raydist stop`)
+                000007.stop    a request to that driver to end the run: {"host", "pid", "at", "by"}
 
 The newest number holds the run. A driver takes the next number if that driver has ended, has not renewed for LOST_AFTER_S, or its
 process does not exist any more on this host. If several drivers take the same number, exactly one gets it where storage creates a
@@ -162,7 +162,7 @@ class DriverLease:
             self._stop = "somebody"
             with suppress(ValueError, KeyError, TypeError):
                 who = parse_json(data)
-                self._stop = f"process {who['pid']} on {who['host']}"
+                self._stop = f"{who.get('by', '`raydist stop`')}, process {who['pid']} on {who['host']}"
 
     def _newest(self) -> tuple[int, dict[str, Any] | None]:
         return _newest(self._run)
@@ -225,10 +225,11 @@ def newest_driver(folder: Folder, now: float | None = None) -> Driver | None:
     )
 
 
-def ask_stop(folder: Folder, driver: Driver) -> bool:
-    """Asks that driver to end as on Ctrl-C; it checks every STOP_LOOK_S. True if this is the first request. Raises StorageError."""
+def ask_stop(folder: Folder, driver: Driver, by: str = "`raydist stop`") -> bool:
+    """Asks that driver to end as on Ctrl-C; it checks every STOP_LOOK_S. `by`: who asks. True if this is the first request. Raises
+    StorageError."""
     who = this_process()
-    body = {"host": who["host"], "pid": who["pid"], "at": time.time()}
+    body = {"host": who["host"], "pid": who["pid"], "at": time.time(), "by": by}
     return folder.storage.write_new(_stop_name(driver.number), json.dumps(body).encode())
 
 

@@ -34,7 +34,7 @@ from raydist.worker.precision import Precision
 from raydist.worker.step_hooks import Bad, Step, StepHook
 
 MESSAGES = (
-    ("all_reduce", 6, "sums of the step"),
+    ("all_reduce", 7, "sums of the step"),
     ("all_reduce", 1, "gradient norm"),
     ("all_reduce", 3, "gradient noise"),
     ("all_reduce", 2, "sums of the evaluation"),
@@ -47,7 +47,7 @@ MESSAGES = (
 class StepReport:
     """What a step did, the same on every rank.
 
-    `loss`: mean over the global batch's `tokens`, in nats. `stop`: whether any rank wants to end here.
+    `loss`: mean over the global batch's `tokens`, in nats. `stop`, `save`: whether any rank wants to end here, or a checkpoint.
     `skipped`: nothing was updated. `votes`: sum of the ranks' `vote`; `trace`: sum of the ranks' `trace`, (number, steps).
     """
 
@@ -58,6 +58,7 @@ class StepReport:
     skipped: bool
     votes: float = 0.0
     trace: tuple[int, int] = (0, 0)
+    save: bool = False
 
 
 LEFT_OUT = StepReport(float("nan"), float("nan"), 0, stop=False, skipped=True)
@@ -104,7 +105,7 @@ class TrainStep:
             return list(MESSAGES)
         more = self.parts.tree.count - 1
         sizes = {
-            "sums of the step": 6 + more,
+            "sums of the step": 7 + more,
             "sums of the evaluation": 2 + more,
             "gradient norm": self._grad_norm.numbers,
         }
@@ -120,6 +121,7 @@ class TrainStep:
         vote: float = 0.0,
         trace: tuple[int, int] = (0, 0),
         samples: int = 0,
+        want_save: bool = False,
     ) -> StepReport:
         """Runs step `number`. `tokens`: those that count in this rank's loss; `samples`: all ranks' sequences; `vote` and `trace`
         are summed over the ranks.
@@ -127,13 +129,13 @@ class TrainStep:
         Raises, on every rank and before the update, what a hook raises about bad numbers, or NonFinite where no hook leaves the
         step out.
         """
-        mine = [0.0, tokens if self.mesh.counts else 0, want_stop, vote, *trace]
+        mine = [0.0, tokens if self.mesh.counts else 0, want_stop, want_save, vote, *trace]
         own_tokens = self._own(tokens)
         while True:
             step = Step(
                 number, micro_batches, samples, self.precision.loss_scale * self.strategy.loss_factor / self.full_tokens
             )
-            total_loss, all_tokens, stops, votes, *asked = self._passes(step, mine)
+            total_loss, all_tokens, stops, saves, votes, *asked = self._passes(step, mine)
             step.tokens = int(all_tokens)
             step.loss = total_loss / max(step.tokens, 1)
             # From "per token of a full batch" and "times the loss scale" to the gradient of the mean loss.
@@ -154,7 +156,7 @@ class TrainStep:
             if not any([hook.leave_out(bad) for hook in self.hooks]):
                 raise NonFinite(f"{bad.cause}; the update was not applied", bad.hint)
             self.strategy.zero_grad()
-            return StepReport(step.loss, step.grad_norm, step.tokens, stops > 0, skipped=True)
+            return StepReport(step.loss, step.grad_norm, step.tokens, stops > 0, skipped=True, save=saves > 0)
         if finite:
             self._update(step, lr)
         self.precision.update(overflow=not finite)  # the same on all ranks, for the gradient is
@@ -162,7 +164,7 @@ class TrainStep:
         if finite:
             self.strategy.updated()
         wanted = (int(asked[0]), int(asked[1]))
-        return StepReport(step.loss, step.grad_norm, step.tokens, stops > 0, not finite, votes, wanted)
+        return StepReport(step.loss, step.grad_norm, step.tokens, stops > 0, not finite, votes, wanted, saves > 0)
 
     def _passes(self, step: Step, mine: Sequence[float]) -> list[float]:
         """Forward and backward of all micro-batches. `mine`, and in its first place the loss, summed over the ranks.

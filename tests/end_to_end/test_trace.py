@@ -1,4 +1,4 @@
-"""`raydist trace`, `stop` and `logs` from a second shell, on a run of `raydist train` on a private Ray."""
+"""`raydist trace`, `checkpoint now`, `stop` and `logs` from a second shell, on a run of `raydist train` on a private Ray."""
 
 from __future__ import annotations
 
@@ -13,11 +13,21 @@ from raydist.storage import Storage
 
 
 def test_a_live_run_is_traced_and_stopped(project: Any) -> None:
-    """A trace of a running run has two steps of both ranks in one file. `raydist stop` ends the run like Ctrl-C: a checkpoint of
-    the step in which the signal arrived, status interrupted, exit code 130; a second `stop` prints that there is nothing to stop.
-    `logs` has the output of both ranks. On an ended run `trace` gives one line and exit code 2; the same `train` command resumes
-    it. With `--dashboard` it prints the address of the page, once; without, that of a dashboard that shows the storage."""
-    command = ["train", "job.yaml", "--name", "traced", "--json", *project.options("traced")]
+    """`checkpoint now` saves one that is not due. A trace of a running run has two steps of both ranks in one file. `raydist stop`
+    ends the run like Ctrl-C: a checkpoint of the step in which the signal arrived, status interrupted, exit code 130; a second
+    `stop` prints that there is nothing to stop. Each request is an event. `logs` has the output of both ranks. On an ended run
+    `trace` gives one line and exit code 2; the same `train` command resumes it. With `--dashboard` it prints the address of the
+    page, once; without, that of a dashboard that shows the storage."""
+    command = [
+        "train",
+        "job.yaml",
+        "--name",
+        "traced",
+        "--json",
+        *project.options("traced"),
+        "--set",
+        "checkpoint.every=1000000",
+    ]
     before = []
     process = project.start(*command, "--dashboard", "--set", "train.steps=100000")
     assert process.stderr is not None
@@ -27,12 +37,19 @@ def test_a_live_run_is_traced_and_stopped(project: Any) -> None:
             break
     (page,) = [line for line in before if "live page" in line]
     assert re.search(r": http://127\.0\.0\.1:\d+/run/0/traced\?token=[\w-]{43}$", page)
+    saved = project.raydist("checkpoint", "now", "traced", "--json")
     done = project.raydist("trace", "traced", "--steps", "2", "--json")
     stopped = project.raydist("stop", "traced")
     _, rest = process.communicate(timeout=300)
+    assert saved.returncode == 0, saved.stderr
     assert done.returncode == 0, done.stderr
     assert stopped.returncode == 0, stopped.stderr
+    assert "`raydist stop`, process" in rest
     assert "asks this run to end" in rest
+    asked = [(e["what"], e["by"].partition(",")[0]) for e in project.events("traced", "requested")]
+    assert asked == [
+        ("checkpoint", "`raydist checkpoint now`"), ("trace", "`raydist trace`"), ("stop", "`raydist stop`"),
+    ]  # fmt: skip
     assert "interrupted after step" in rest
     told = json.loads(done.stdout)
     assert [rank["rank"] for rank in told["ranks"]] == [0, 1]
@@ -49,6 +66,7 @@ def test_a_live_run_is_traced_and_stopped(project: Any) -> None:
     shown = project.show("traced")
     assert shown["status"] == "interrupted"
     step = shown["steps"]
+    assert [one["step"] for one in shown["checkpoints"]] == [json.loads(saved.stdout)["step"], step], "none is due"
     assert shown["checkpoints"][-1]["step"] == step > told["last_step"], "it went on"
     assert stopped.stdout.startswith(f"run traced: interrupted at step {step}, with a checkpoint of step {step};")
     assert "there is nothing to stop" in project.raydist("stop", "traced").stdout

@@ -62,7 +62,7 @@ def test_what_somebody_asks_for_is_in_the_answer(run: RunDir) -> None:
     watch = monitor(run, interval_s=0.01)
     mine = requests.ask_trace(run, 3, 60.0)
     until(lambda: watch.push([], []) == {"command": None, "traces": [(mine.number, 3)]})
-    requests.withdraw(run, mine.number)
+    requests.withdraw(run, mine)
     until(lambda: watch.push([], []) == {"command": None})
     watch.end("finished")
 

@@ -201,7 +201,7 @@ def test_on_an_object_store(s3: Any, monkeypatch: pytest.MonkeyPatch, conditiona
     driver = newest_driver(run)
     assert driver is not None
     assert ask_stop(run, driver)
-    until(lambda: lease.asked_to_stop() == f"process {os.getpid()} on {socket.gethostname()}")
+    until(lambda: lease.asked_to_stop() == f"`raydist stop`, process {os.getpid()} on {socket.gethostname()}")
     with pytest.raises(UsageError, match="is being trained already"):
         DriverLease(run)
 

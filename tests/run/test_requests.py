@@ -16,11 +16,28 @@ def test_requests_come_in_order_and_go(tmp_path: Path) -> None:
     one, two = requests.ask_trace(run, 3, 60.0), requests.ask_trace(run, 5, 60.0)
     assert requests.pending(run) == [one, two]
     assert [(r.number, r.steps) for r in (one, two)] == [(1, 3), (2, 5)]
-    requests.withdraw(run, 1)
-    requests.withdraw(run, 2)
-    requests.withdraw(run, 2)
+    for asked in (one, two, two):
+        requests.withdraw(run, asked)
     assert requests.pending(run) == []
     assert requests.ask_trace(run, 1, 60.0).number == 3, "a run that has seen 1 and 2 would not take them up again"
+
+
+def test_what_a_runs_monitor_makes_of_them(tmp_path: Path) -> None:
+    """Rank 0 is told traces with their steps, and checkpoints; each request is an event once, with who asks."""
+    run, inbox = RunDir(tmp_path), requests.Inbox()
+    assert (inbox.look(run), inbox.answer()) == ([], {})
+    save, other = (requests.ask_checkpoint(run, 60.0, by) for by in ("ann", "bob"))
+    trace = requests.ask_trace(run, 3, 60.0, "ann")
+    assert other.number > save.number
+    told = {event.data["number"]: event for event in inbox.look(run)}
+    assert {(e.kind, e.data["what"], e.data["by"]) for e in told.values()} == {
+        ("requested", "checkpoint", "ann"), ("requested", "checkpoint", "bob"), ("requested", "trace", "ann"),
+    }  # fmt: skip
+    assert told[save.number].at == save.at
+    assert inbox.answer() == {"traces": [(trace.number, 3)], "saves": [save.number, other.number]}
+    for asked in (trace, save):
+        requests.withdraw(run, asked)
+    assert (inbox.look(run), inbox.answer()) == ([], {"saves": [other.number]})
 
 
 def test_one_that_nobody_waits_for_counts_no_longer(tmp_path: Path) -> None:

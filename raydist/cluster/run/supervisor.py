@@ -153,7 +153,8 @@ class Supervisor:
             while attempts.is_alive():
                 attempts.join(self._refresh_s)
                 if not stop_request.signals and (who := self._asked()) is not None:
-                    self._view.note(f"`raydist stop`, {who}, asks this run to end")
+                    self._view.note(f"{who} asks this run to end")
+                    self._monitor.say("requested", what="stop", number=0, by=who)
                     self.stop(signal.SIGINT)
                 if len(stop_request.signals) > acted:
                     acted = len(stop_request.signals)

@@ -208,7 +208,7 @@ class SweepRun:
         while thread.is_alive():
             thread.join(_REFRESH_S)
             if not self._signals and (requester := self._asked()) is not None:
-                self._view.note(f"`raydist stop` ({requester}) requests the end of this sweep")
+                self._view.note(f"{requester} asks this sweep to end")
                 self._signals.append(signal.SIGINT)
             if len(self._signals) > acted:
                 acted = len(self._signals)

@@ -45,6 +45,9 @@ class Reporter:
         """The driver's newest command: "stop", or None."""
         self.traces: Sequence[Sequence[int]] = ()
         """(number, steps) of the requested traces, oldest first."""
+        self._saves: Sequence[int] = ()
+        self._saved: set[int] = set()
+        """Numbers of the requested checkpoints, and of those that were saved."""
         self._thread = threading.Thread(target=self._run, name="raydist-reporter", daemon=True)
         self._thread.start()
 
@@ -129,8 +132,17 @@ class Reporter:
             finally:
                 self._sent = [], []
             self.command = answer.get("command") or self.command
-            self.traces = answer.get("traces", ())
+            self.traces, self._saves = answer.get("traces", ()), answer.get("saves", ())
             return True
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether a user has requested one that is not saved."""
+        return any(number not in self._saved for number in self._saves)
+
+    def saves(self) -> None:
+        """The checkpoint that is saved now answers all requests so far."""
+        self._saved.update(self._saves)
 
 
 def _take(queue: deque[dict[str, Any]]) -> list[dict[str, Any]]:

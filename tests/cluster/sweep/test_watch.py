@@ -145,7 +145,7 @@ def test_raydist_stop(tmp_path: Path) -> None:
     assert run._watch(thread, trial_runner, log, queue) == Ended("interrupted", "interrupted", signal.SIGINT)
     thread.join()
     assert cell.told == [EndRequest("paused", "interrupted", at_once=False)]
-    assert view.notes[0] == "`raydist stop` (process 7 on h) requests the end of this sweep"
+    assert view.notes[0] == "process 7 on h asks this sweep to end"
 
 
 def test_what_a_search_will_not_choose_is_not_waited_for(tmp_path: Path) -> None:
