@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -57,6 +58,7 @@ class Template:
             cwd=REPOSITORY, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self.pid = self._process.pid
+        self._asking = threading.Lock()
         self.variables = zygote.variables(self._address, {}, preload, name)
         """What processes of a host need in their environment to find its zygote."""
 
@@ -65,10 +67,11 @@ class Template:
         `own_users`: whether that process has a user namespace of its own."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([init, own_users]) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, "the template of the hosts' zygotes has ended"
+        with self._asking:  # hosts join in threads
+            self._process.stdin.write(json.dumps([init, own_users]) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline().strip()
+        assert line.isdecimal(), line or "the template of the hosts' zygotes has ended"
         return int(line)
 
     def close(self) -> None:
@@ -78,7 +81,7 @@ class Template:
 
 
 def main(serve: str, preload: Sequence[str], address: str) -> None:
-    """The template: forks a zygote for each line on stdin, and prints its pid, once it listens."""
+    """The template: forks a zygote for each line on stdin, and prints its pid, once it listens; or why there is none."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     failure = zygote.load(preload)
     if failure:
@@ -89,8 +92,12 @@ def main(serve: str, preload: Sequence[str], address: str) -> None:
         reading, writing = os.pipe()
         if os.fork() == 0:
             os.close(reading)
-            _enter(init, own_users)
-            _become_parent(writing, serve, preload, address)
+            try:
+                _enter(init, own_users)
+                _become_parent(writing, serve, preload, address)
+            except OSError as error:
+                os.write(writing, f"{type(error).__name__}: {error}".replace("\n", " ").encode())
+                os._exit(1)
         os.close(writing)
         with os.fdopen(reading) as pipe:
             print(pipe.read(), flush=True)
