@@ -31,7 +31,7 @@ from raydist.worker.comm.compressors import Rows, Sums
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.collective_counters import CollectiveCounters
-from raydist.worker.step import loss_sum
+from raydist.worker.step import MESSAGES, loss_sum
 from tests.training import CONTEXT, GROUPED, MODEL, VARIANTS, VOCAB, Trainer, counted, job, mesh_job, mine, run, samples
 from tests.worker.checkpoint.test_extra_state import saver_of
 from tests.worker.test_exactness import STEPS as RUN_STEPS
@@ -471,7 +471,8 @@ def on_the_wire(rank: Rank, variant: str, name: str) -> tuple[float, float, floa
     assert trainer.compression is not None
     assert trainer.compression.last is not None
     counted_bytes = sum(t.wire_bytes for op, t in totals.items() if op != "all_reduce" or name == "powersgd")
-    sums = 8 * 6 * 2 * (rank.world_size - 1) / rank.world_size if name == "powersgd" else 0.0
+    numbers = next(count for _, count, what in MESSAGES if what == "sums of the step")
+    sums = 8 * numbers * 2 * (rank.world_size - 1) / rank.world_size if name == "powersgd" else 0.0
     return counted_bytes - sums, trainer.compression.last.sent_bytes, trainer.compression.last.saved_bytes
 
 
