@@ -5,7 +5,6 @@ Runs in: the user's shell, or a Ray job's driver. Imports ray inside the command
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -77,10 +76,7 @@ def run(
                 start_anew(at)
             if (page := link(at)) is not None:
                 starting.note(f"raydist: its live page: {page}")
-            supervise(
-                job, at, None, None, address, None, False, injected, exporters, lease, starting, 0.0, False,
-                contextlib.nullcontext(), started,
-            )  # fmt: skip
+            supervise(job, at, lease, starting, address=address, faults=injected, exporters=exporters, script=started)
     from raydist.report.summary import show
 
     shown = show(at)

@@ -122,18 +122,18 @@ def train(
                 supervise(
                     job,
                     run,
-                    dataset.storage.full_uri,
-                    total,
-                    address,
-                    until,
-                    allow_spec_change,
-                    injected,
-                    exporters,
                     lease,
                     starting,
-                    wait_for_nodes,
-                    exclude_slow,
-                    beside(run, starting.note) if dashboard else contextlib.nullcontext(),
+                    address=address,
+                    faults=injected,
+                    exporters=exporters,
+                    dataset=dataset.storage.full_uri,
+                    total=total,
+                    until=until,
+                    allow_spec_change=allow_spec_change,
+                    wait_for_nodes=wait_for_nodes,
+                    exclude_slow=exclude_slow,
+                    pages=beside(run, starting.note) if dashboard else None,
                 )
     from raydist.report.summary import show
 
@@ -207,18 +207,19 @@ def _faults(path: Path | None, job: JobSpec) -> tuple[Fault, ...]:
 def supervise(
     job: JobSpec,
     run: RunDir,
-    dataset: str | None,
-    total: int | None,
-    address: str | None,
-    until: int | None,
-    allow_spec_change: bool,
-    faults: tuple[Fault, ...],
-    exporters: list[dict[str, Any]],
     lease: DriverLease,
     starting: Starting,
-    wait_for_nodes: float,
-    exclude_slow: bool,
-    pages: contextlib.AbstractContextManager[None],
+    *,
+    address: str | None,
+    faults: tuple[Fault, ...],
+    exporters: list[dict[str, Any]],
+    dataset: str | None = None,
+    total: int | None = None,
+    until: int | None = None,
+    allow_spec_change: bool = False,
+    wait_for_nodes: float = 0.0,
+    exclude_slow: bool = False,
+    pages: contextlib.AbstractContextManager[None] | None = None,
     script: Mapping[str, Any] | None = None,
 ) -> None:
     """Trains until the run ends. `dataset` and `total`, its steps: None with a `script`, a Script's fields, which has its own."""
@@ -235,7 +236,7 @@ def supervise(
     cwd = Path.cwd()
     run.storage.write(SPEC, stored(job).encode())
     with (
-        pages,
+        pages or contextlib.nullcontext(),
         run_logs(run) as log_dir,
         open_session(
             place,

@@ -69,9 +69,8 @@ class Training:
         self._norm = GradNorm(self.parameters, rank, dist.group.WORLD if rank.world_size > 1 else None)
         kept = model.state_dict().keys()
         self._statistics = [b for name, b in model.named_buffers() if name in kept]
-        self._found: (
-            dict[Tensor, str] | None
-        ) = {}  # parameters as the first forward pass has them; None: it was checked
+        self._found: dict[Tensor, str] | None = {}
+        """Parameters as the first forward pass has them; None: the first loss was checked."""
         self._first = ExitStack()
         self._meets = False
         self._losses: list[tuple[Tensor, float]] = []  # of the step so far, with their weights

@@ -29,6 +29,7 @@ from pydantic import BaseModel, ValidationError
 from raydist import registry
 from raydist.errors import UserError
 from raydist.run.directory import RunDir
+from raydist.spec.models import flatten
 
 Options = TypeVar("Options", bound=BaseModel)
 OF_STEPS = (
@@ -59,6 +60,10 @@ class Facts:
     options: Mapping[str, Any] = field(default_factory=dict)
     spec: Mapping[str, Any] = field(default_factory=dict)
     note: Callable[[str], None] = _nobody
+
+    def fields(self) -> dict[str, Any]:
+        """The job's fields that are set, by their dotted names."""
+        return {name: value for name, value in flatten(dict(self.spec)).items() if value not in (None, {}, [])}
 
 
 class BaseExporter:

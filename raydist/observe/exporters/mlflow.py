@@ -21,7 +21,6 @@ from raydist.observe.exporters import OF_STEPS, BaseExporter, Facts, given
 from raydist.parsing import parse_json
 from raydist.redact import redact
 from raydist.run.directory import RunDir
-from raydist.spec.models import flatten
 from raydist.spec.parts import Part
 
 FILE = "mlflow.json"
@@ -131,11 +130,7 @@ class Exporter(BaseExporter):
         tags = {"raydist.run": run.uri, **{name: str(value) for name, value in options["tags"].items()}}
         started = int(time.time() * 1000)
         run_id = str(self._client.create_run(experiment, started, tags, run.name).info.run_id)
-        params = [
-            Param(name, str(value)[:LENGTH])
-            for name, value in flatten(dict(self._facts.spec)).items()
-            if value not in (None, {}, [])
-        ]
+        params = [Param(name, str(value)[:LENGTH]) for name, value in self._facts.fields().items()]
         for at in range(0, len(params), _PARAMS):
             self._client.log_batch(run_id, params=params[at : at + _PARAMS])
         run.storage.write(FILE, json.dumps({"uri": redact(options["uri"]), "run_id": run_id}).encode())

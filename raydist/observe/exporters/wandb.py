@@ -23,7 +23,6 @@ from raydist.observe.exporters import OF_STEPS, BaseExporter, Facts, given
 from raydist.parsing import parse_json
 from raydist.redact import redact
 from raydist.run.directory import RunDir
-from raydist.spec.models import flatten
 from raydist.spec.parts import Part
 
 FILE = "wandb.json"
@@ -80,7 +79,7 @@ class Exporter(BaseExporter):
             id=known or secrets.token_hex(4),
             resume="allow",
             name=facts.run.name,
-            config=_config(facts),
+            config=facts.fields(),
             mode=mode,
             dir=folder,
             reinit="create_new",
@@ -145,11 +144,6 @@ class Exporter(BaseExporter):
         """The last flush; waits until all is sent. If that takes too long, `wandb sync` sends the rest."""
         self.flush()
         self._run.finish(exit_code=self._exit_code)
-
-
-def _config(facts: Facts) -> dict[str, Any]:
-    """The job's fields that are set, by their dotted names."""
-    return {name: value for name, value in flatten(dict(facts.spec)).items() if value not in (None, {}, [])}
 
 
 def _known(run: RunDir, options: Mapping[str, Any]) -> str | None:
