@@ -57,7 +57,8 @@ class Trainer:
     def __init__(self, spec: JobSpec, device: torch.device = DEVICE) -> None:
         self.rank, self.spec = alone(device), spec
         self.precision = Precision(spec.precision, device)
-        self.strategy = registry.load("parallel", spec.parallel.strategy)(spec, self.rank)
+        self.mesh = Mesh(self.rank)
+        self.strategy = registry.load("parallel", spec.parallel.strategy)(spec, self.mesh)
         self.model: nn.Module = build.build_model(spec, VOCAB)
         text = torch.randint(VOCAB, (spec.train.global_batch, CONTEXT + 1), generator=torch.Generator().manual_seed(5))
         micro = spec.train.micro_batch
@@ -71,7 +72,7 @@ class Trainer:
         self.optimizer = build.build_optimizer(spec, self.rank, self.strategy, self.shards)
         self.before_update: Callable[[], None] = lambda: None
         self.step = TrainStep(
-            Mesh(self.rank),
+            self.mesh,
             self.strategy,
             self.optimizer,
             self.precision,
