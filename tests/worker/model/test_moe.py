@@ -57,7 +57,7 @@ def test_the_balance_loss_has_the_gradient_of_its_formula() -> None:
     assert of_formula.abs().max() > 0.05  # so that its absence would be seen
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile looks
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_experts_compute_the_same() -> None:
     """In fp32 with rows of a multiple of 16 bytes, whose grouped product torch.compile does not know; gradients too."""
     torch.manual_seed(0)
