@@ -32,14 +32,18 @@ def no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def dashboard() -> Iterator[Any]:
-    """An HTTP server; `answers` maps path -> (status, body); other paths return 404."""
+    """An HTTP server; `answers` maps path -> (status, body), or a list of these, of which the last one stays; other paths return
+    404."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             self.rfile.read(length)
             path = self.path if self.path in self.server.answers else self.path.rpartition("/")[0]  # type: ignore[attr-defined]
-            status, body = self.server.answers.get(path, (404, ""))  # type: ignore[attr-defined]
+            answer = self.server.answers.get(path, (404, ""))  # type: ignore[attr-defined]
+            if isinstance(answer, list):
+                answer = answer.pop(0) if len(answer) > 1 else answer[0]
+            status, body = answer
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body.encode())
@@ -151,4 +155,21 @@ def test_a_package_that_is_refused(dashboard: Any, tmp_path: Path) -> None:
     assert not isinstance(caught.value, ClusterUnreachable)
     dashboard.answers["/api/packages/gcs"] = (500, "out\nof disk")
     with pytest.raises(ClusterUnreachable, match="refused the job: Request failed with status code 500: out of disk"):
+        jobs.submit(dashboard.url, "true", archive, {})
+
+
+def test_a_cluster_whose_agent_is_not_up_yet(monkeypatch: pytest.MonkeyPatch, dashboard: Any, tmp_path: Path) -> None:
+    """Ray's HTTP 500 is no refusal: the job is sent again until there is an agent, within a limit."""
+    monkeypatch.setattr(jobs, "_AGAIN_S", 0.01)
+    archive = tmp_path / "package.zip"
+    archive.write_bytes(b"PK\x05\x06" + bytes(18))
+    none = (500, "No available agent to submit job, please try again later.")
+    dashboard.answers["/api/packages/gcs"] = (200, "")
+    dashboard.answers["/api/jobs/"] = [none, none, (200, '{"job_id": "j-7", "submission_id": "j-7"}')]
+    assert jobs.submit(dashboard.url, "true", archive, {}) == "j-7"
+    dashboard.answers["/api/jobs/"] = [none]
+    monkeypatch.setattr(jobs, "_AGENT_S", 0.1)
+    with pytest.raises(
+        ClusterUnreachable, match=r"has had no agent that starts jobs for 0\.1 s\s*see dashboard_agent.log"
+    ):
         jobs.submit(dashboard.url, "true", archive, {})
