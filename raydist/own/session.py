@@ -284,7 +284,7 @@ class Session:
             checkpoints.prepare()
         ending = at.step == self._total
         due = checkpoints.due(at.step, ending)
-        self._stops, asked, copies = self._host.agree(checkpoints.vote(due))
+        self._stops, asked, copies = self._host.agree(checkpoints.vote(due), checkpoints.requested)
         heartbeat.enter("save")
         if due or asked:
             self._save(ending)
