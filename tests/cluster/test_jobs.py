@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
+import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -66,16 +68,24 @@ def dashboard() -> Iterator[Any]:
 @pytest.fixture
 def head() -> Iterator[str]:
     """A GCS that refuses every token."""
+    with gcs(lambda token: False) as address:
+        yield address
 
-    class Refuses(grpc.ServerInterceptor):  # type: ignore[misc]
+
+@contextlib.contextmanager
+def gcs(accepts: Callable[[str | None], bool]) -> Iterator[str]:
+    """A head that answers requests with a token, or without one: None, if it accepts that."""
+
+    class Checks(grpc.ServerInterceptor):  # type: ignore[misc]
         def intercept_service(self, go_on: Any, call: Any) -> Any:
-            def refuse(request: bytes, context: Any) -> bytes:
-                context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+            def answer(request: bytes, context: Any) -> bytes:
+                if not accepts(dict(call.invocation_metadata).get("authorization")):
+                    context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
                 return b""
 
-            return grpc.unary_unary_rpc_method_handler(refuse)
+            return grpc.unary_unary_rpc_method_handler(answer)
 
-    server = grpc.server(futures.ThreadPoolExecutor(1), interceptors=[Refuses()])
+    server = grpc.server(futures.ThreadPoolExecutor(1), interceptors=[Checks()])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"
@@ -113,6 +123,26 @@ def test_a_token_that_is_missing_or_wrong(
         assert says in caught.value.message
         assert hint in caught.value.hint
         assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("mode", [None, ""], ids=["unset", "empty"])
+def test_a_token_is_used_only_where_the_head_requires_one(monkeypatch: pytest.MonkeyPatch, mode: str | None) -> None:
+    """Otherwise the driver would refuse the workers of a cluster without a token; RAY_AUTH_MODE=token there is an error."""
+    token = "f" * 40
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    before = dict(os.environ)
+    with gcs(lambda sent: sent == f"Bearer {token}") as closed, gcs(lambda sent: True) as opened:
+        assert authentication.check_head(closed) == {"RAY_AUTH_MODE": "token"}
+        assert authentication.check_head(opened) == {"RAY_AUTH_MODE": "disabled"}
+        assert dict(os.environ) == before
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        assert authentication.check_head(closed) == {"RAY_AUTH_MODE": "token"}
+        with pytest.raises(
+            UserError, match=r"requires no token, and with RAY_AUTH_MODE=token .*\s*unset RAY_AUTH_MODE"
+        ):
+            authentication.check_head(opened)
 
 
 def test_what_is_no_address_of_a_jobs_api(dashboard: Any, head: str) -> None:
