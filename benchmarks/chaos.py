@@ -118,6 +118,7 @@ KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.FlipBit(rank=rank, step=step),
 ]
 OF_A_PRIVATE_RAY: list[Callable[[int, int], Fault]] = [
+    lambda rank, step: faults.DriverClockJump(step=step, seconds=3600.0 if step % 2 else -3600.0),
     *(
         lambda rank, step, process=process: faults.SuspendProcess(rank=rank, step=step, process=process, seconds=5.0)
         for process in ("monitor", "coordinator", "raylet", "gcs")
