@@ -162,7 +162,7 @@ def _between(run: Run, events: list[Event], at: float) -> dict[str, float]:
             made["save"] = stall
             saved = {"step": run.step, "bytes": 1 << 30, "seconds": write, "stall_seconds": stall}
             events.append(Event("checkpoint_saved", at + write, saved))
-        made["eval"] = 0.05 * run.every * run.step_s
+        made["eval"] = (run.text.get("eval_share", 0.05) if run.on else 0.05) * run.every * run.step_s
         loss = (
             run.text["eval"](run)
             if "eval" in run.text

@@ -149,6 +149,10 @@ def _nan(run: Run) -> tuple[str, dict[str, Any]]:
                           "ranks": [{"rank": run.rank, "micro_batch": 0, "loss": None}], "samples_hash": "ab"}  # fmt: skip
 
 
+def _unsaved(run: Run) -> tuple[str, dict[str, Any]]:
+    return "checkpoint_failed", {"step": run.step, "rank": run.rank, "cause": "OSError: [Errno 5] Input/output error"}
+
+
 def _hang(run: Run) -> tuple[str, dict[str, Any]]:
     return "failure", {"attempt": 1, "rank": run.rank, "fault": "worker_hung", "traceback": "", "echoes": run.ranks - 1,
                        "cause": "it has started 41 collectives of group 0, others 42, the last all_reduce"}  # fmt: skip
@@ -250,6 +254,16 @@ SCENARIOS = [
             "save": ((0.15 + 0.3 * run.size) * run.every * run.step_s, (1.3 + run.size) * run.every * run.step_s)
         },
     ),
+    Scenario(
+        "evaluation takes long",
+        ("evaluation_cost",),
+        "eval.every",
+        quiet,
+        seconds=500,
+        step_s=(0.2, 0.4),
+        text=lambda run: {"eval_share": 0.5 + 0.5 * run.size},
+    ),
+    Scenario("storage fails", ("storage_failing",), "rank", quiet, text=lambda run: {"event": _unsaved}),
     Scenario(
         "fragmentation",
         ("fragmentation",),
