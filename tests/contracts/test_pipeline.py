@@ -195,7 +195,7 @@ def train_whole(rank: Rank, spec: JobSpec) -> list[float]:
 def packed(rank: Rank, spec: JobSpec) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and weights after a step on samples of three documents each."""
     trainer = Trainer(rank, spec, full=N * CONTEXT)
-    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
+    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2], device=rank.device)
     batches = [
         replace(batch, documents=documents.expand_as(batch.tokens))
         for batch in mine(rank, *samples(N, seed=1), MICRO, 1, spec.parallel.pipeline)
