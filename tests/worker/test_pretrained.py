@@ -312,9 +312,10 @@ def test_configs_that_cannot_be_read(tmp_path: Path, changes: dict[str, Any], mo
 
 
 def test_a_tokenizer_that_is_too_large(tmp_path: Path) -> None:
-    """The embedding has a row for each id of the data, or more."""
+    """The embedding has a row for each id of the data, or more. Known before the data is prepared."""
     saved(tmp_path, "llama")
     spec = job(tmp_path)
     assert spec.model.rows(200) == IDS
+    larger = job(tmp_path, data={"source": "any", "tokenizer": "bpe:300"})
     with pytest.raises(UserError, match="257: the tokenizer of the data has 300 ids"):
-        spec.model.rows(300)
+        preflight.check_early(larger, local=True)
