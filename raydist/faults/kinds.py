@@ -240,6 +240,15 @@ class KillMonitor(Fault):
     rank: Literal[0] = Field(0, description="Rank 0 requests it.")
 
 
+class DriverClockJump(Fault):
+    """The clocks of the driver and of the RunMonitor jump, and stay so until these processes end, while rank 0 waits for it."""
+
+    fault: Literal["driver_clock_jump"] = "driver_clock_jump"
+    by: ClassVar[By] = "driver"
+    rank: Literal[0] = Field(0, description="Rank 0 requests it.")
+    seconds: float = Field(3600.0, description="By how much; negative: backwards.")
+
+
 class Drain(OfRank):
     """A drain notice for the rank's node, as from `ray drain-node` before a preemption."""
 
