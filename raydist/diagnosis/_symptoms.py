@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from raydist.diagnosis._window import RECENT, Array, Window, deviation, median, newest
+from raydist.diagnosis._window import RECENT, Array, Window, deviation, median, median_of, newest
 from raydist.records import Finding, Severity
 
 LEAST_LOST = 0.15
@@ -98,8 +98,7 @@ class Slow:
     def of_peers(self, values: Array) -> float:
         """The median of the peers of a series [R]; NaN if none is known."""
         known = values[list(self.peers)]
-        known = known[~np.isnan(known)]
-        return float(np.median(known)) if len(known) else float("nan")
+        return median_of(known[~np.isnan(known)])
 
     def excess(self, values: Array) -> float:
         """The rank's value less the median of its peers, 0 if not known; values [R]."""
@@ -186,9 +185,9 @@ def _kept(window: Window) -> Iterator[Slow]:
         own = np.nan_to_num(newest(window.share("compute")[rows]))
         for i, row in enumerate(rows):
             peers = np.delete(np.arange(len(rows)), i)
-            usual = float(np.median(own[peers])) if len(peers) else 0.0
+            usual = median_of(own[peers]) if len(peers) else 0.0
             more = own[i] - usual if len(peers) and not window.long_steps else 0.0
-            capped = max((one[row] - np.median(one[rows][peers]) for one in kept if len(peers)), default=0.0)
+            capped = max((one[row] - median_of(one[rows][peers]) for one in kept if len(peers)), default=0.0)
             lost = max(float(held[row]), min(float(capped), float(more)))
             if lost >= LEAST_LOST:
                 times = float(own[i] / max(usual, 0.05)) if own[i] > 0 else float("nan")
@@ -246,7 +245,7 @@ def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]
         lost = float(late[i])
         if not lost >= few * LEAST_LOST:  # NaN is not, either
             continue
-        crowd = float(np.median(np.delete(crowded, i)))
+        crowd = median_of(np.delete(crowded, i))
         busy = crowd >= CROWDED * BUSY
         if busy and few > 1:
             continue
@@ -274,8 +273,8 @@ def _noise(own: Array) -> float:
         past = steps.copy()
         past[np.arange(len(past)), np.nan_to_num(np.abs(past)).argmax(axis=1)] = np.nan
     square = [float(np.nanmean(row**2)) if (~np.isnan(row)).any() else 0.0 for row in past]
-    square_root = float(np.sqrt(np.median(square))) / 2**0.5
-    return LEFT_OUT * square_root if few else max(float(np.median(deviation(steps))) / 2**0.5, square_root)
+    square_root = float(np.sqrt(median_of(np.array(square)) / 2))
+    return LEFT_OUT * square_root if few else max(median_of(deviation(steps)) / 2**0.5, square_root)
 
 
 def _lower_median(values: Array) -> Array:

@@ -16,7 +16,6 @@ from raydist.records import Finding
 
 CAUSE = "evaluation costs too much"
 LOOKS = "the time between the newest evaluations, less that of steps, hooks and the stalls of checkpoints"
-COLUMNS = ("hooks_seconds",)
 THRESHOLDS = {
     "cost": ("0.2 of the time", "four times what this project's jobs are set to; a fifth of the run is worth a change"),
     "evaluations": ("4", "the first one of an attempt fills caches"),
@@ -38,6 +37,7 @@ def check(window: Window) -> Iterator[Finding]:
         return
     trained = float(window.steps["seconds"][between].sum())
     stalls = sum(e.data["stall_seconds"] for e in window.of("checkpoint_saved") if first.at < e.at <= last.at)
+    # A column of slow_hook. This rule judges without telemetry, too: then nothing is subtracted.
     hooks = float(np.nan_to_num(window.recent("rank", "hooks_seconds")).max(initial=0.0))
     cost = (passed - trained - stalls) / passed - hooks
     if cost < COST:

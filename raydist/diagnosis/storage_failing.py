@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from raydist.diagnosis._symptoms import figure
 from raydist.diagnosis._window import Window
-from raydist.records import Finding
+from raydist.records import Event, Finding
 
 CAUSE = "the storage takes no checkpoint"
 LOOKS = "the events checkpoint_failed since the newest checkpoint_saved, and their causes"
@@ -31,11 +31,12 @@ _OTHER = ("the storage fails", "check the storage: free space, permissions, whet
 
 def check(window: Window) -> Iterator[Finding]:
     """One finding, until a checkpoint is written."""
-    failed = window.of("checkpoint_failed")
-    if not failed:
-        return
-    saved = [*(e.at for e in window.of("checkpoint_saved")), 0.0]
-    failed = [e for e in failed if e.at > max(saved)]
+    failed: list[Event] = []
+    for event in window.events if window.of("checkpoint_failed") else ():
+        if event.kind == "checkpoint_failed":
+            failed.append(event)
+        elif event.kind == "checkpoint_saved":
+            failed.clear()
     if not failed:
         return
     last = failed[-1]

@@ -192,18 +192,24 @@ def test_what_the_kernel_names_needs_no_history() -> None:
 
 @pytest.mark.parametrize(("waited", "words"), [(0.8, "its loader waits for 80%"), (0.1, "its loader computes for 90%")])
 def test_a_slow_loader_waits_or_computes(waited: float, words: str) -> None:
-    """By what its thread did, where the rank recorded it."""
+    """By what its thread did, where the rank recorded it; those of all ranks, too."""
 
-    def made() -> Iterator[list[dict[str, Any]]]:
+    def made(slow: range) -> Iterator[list[dict[str, Any]]]:
         for i, own in enumerate(rows(90)):
             for row in own[1:]:
-                late = 0.4 * max(i - 50, 0) if row["rank"] == 2 else 0.0
+                late = 0.4 * max(i - 50, 0) if row["rank"] in slow else 0.0
                 row |= {"data_seconds": late, "loader_seconds": 0.5 * i, "loader_waited_seconds": 0.5 * i * waited}
             yield own
 
-    ((_, one),) = told(Diagnosis(), made())
+    ((_, one),) = told(Diagnosis(), made(range(2, 3)))
     assert (one.rule, one.rank) == ("slow_loader", 2)
     assert words in one.cause
+    ((_, one),) = told(Diagnosis(), made(range(4)))
+    assert (one.rule, one.culprit) == ("data_bound", {"setting": "data.prefetch"})
+    assert (
+        words.replace("its loader waits", "the loaders wait").replace("its loader computes", "the loaders compute")
+        in one.cause
+    )
 
 
 def test_a_new_attempt_begins_anew() -> None:
