@@ -15,6 +15,7 @@ from raydist.cli import options
 from raydist.cli.place import where
 from raydist.cli.train import print_end, supervise
 from raydist.errors import UserError
+from raydist.parsing import LINE_BYTES, read_file
 from raydist.run.directory import SPEC, RunDir, check_name, default_storage, start_anew
 from raydist.storage import Storage
 
@@ -96,12 +97,22 @@ def check_script(script: Path) -> None:
     if script.suffix in (".yaml", ".yml"):  # one may compile
         raise UserError(f"{script}: is not a Python script", f"for a job: `raydist train {script}`")
     try:
-        compile(script.read_text(), str(script), "exec")
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"is not a Python script: {error}"
+        compile(read_file(script, LINE_BYTES), str(script), "exec")
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # the last two: of an expression that is nested too deeply
+        why = (
+            error.strerror
+            if isinstance(error, OSError)
+            else f"is not a Python script: {str(error) or 'nested too deeply'}"
+        )
         raise UserError(f"{script}: {why}", "give a Python script: raydist run train.py --workers 2") from None
     except SyntaxError as error:
-        raise UserError(f"{script}: line {error.lineno}: {error.msg}", "correct the script") from None
+        line = f"line {error.lineno}: " if error.lineno else ""
+        raise UserError(f"{script}: {line}{error.msg}", "correct the script") from None
 
 
 def script_job(

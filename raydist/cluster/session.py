@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from raydist.checkpoint.memory_layout import SHM
 from raydist.cluster import authentication, head_monitor, package, private_head, ray_output, ray_worker
 from raydist.cluster.head_monitor import speaks_grpc
 from raydist.errors import ClusterUnreachable, UserError
@@ -169,6 +170,11 @@ def _disable_auto_init() -> None:
 def _private(
     env: Mapping[str, str], log_dir: Path, metrics_port: int | None, ranks: Mapping[str, str] | None
 ) -> Iterator[Session]:
+    if not SHM.is_dir():
+        raise UserError(
+            f"{SHM} does not exist here, and Ray keeps its objects there",
+            f"mount it: mount -t tmpfs tmpfs {SHM} (docker and compose have it by default; --shm-size is its size)",
+        )
     no_metrics = _NO_METRICS if metrics_port is None else {}
     variables = {**_PRIVATE_RAY, **no_metrics, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **env}
     with contextlib.ExitStack() as stack:

@@ -62,7 +62,7 @@ class Alone:
             run.storage.write(SPEC, stored(spec).encode())
             begin_attempt(run, attempt)
         timeout_s = spec.recovery.timeout_s
-        self.rank = distributed.start(gpus=None, threads=None, timeout_s=timeout_s, store=store(os.environ, timeout_s))
+        self.rank = distributed.start(gpus=None, threads=None, timeout_s=timeout_s, met=store(os.environ, timeout_s))
         if self._lease is None:
             attempt = run.lineage().newest or 1
             await_attempt(run, attempt)

@@ -20,9 +20,12 @@ import torch
 
 import raydist.own as rd
 from raydist.errors import GraphMismatch, SpecChanged, UsageError, UserError
+from raydist.ipc import RENDEZVOUS_SECRET
 from raydist.own.launcher import translate
 from raydist.own.state import from_json, to_json
 from tests.own import loops_of_a_user as user
+
+SECRET = "of these ranks"
 
 
 def run(*args: object, world: int = 2) -> list[tuple[int, str, str]]:
@@ -34,6 +37,7 @@ def run(*args: object, world: int = 2) -> list[tuple[int, str, str]]:
     for rank in range(world):
         launcher = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world)}
         env = {**os.environ, **launcher, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        env[RENDEZVOUS_SECRET] = SECRET
         command = [sys.executable, user.__file__, *map(str, args)]
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
@@ -73,6 +77,13 @@ def test_a_killed_rank_changes_no_bit(sessions: tuple[Path, list[dict[str, Any]]
     again = outcomes(storage, "killed", 0)
     assert again[0]["losses"] == whole["losses"][4:]
     assert [rank["weights"] for rank in again] == [whole["weights"]] * 2
+
+
+def test_the_ranks_of_each_session_prove_themselves(sessions: tuple[Path, list[dict[str, Any]]]) -> None:
+    """With the secret of their environment, on both groups; also after the first session, which took it out of the environment."""
+    for made in sessions[1]:
+        assert made["sessions"] > 10
+        assert made["proofs"] == [SECRET] * 2 * made["sessions"]
 
 
 def losses(runs: list[dict[str, Any]]) -> list[float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,25 @@ def test_one_that_nobody_waits_for_counts_no_longer(tmp_path: Path) -> None:
     assert requests.pending(run) == [mine]
     assert mine.until > time.time()
     assert sorted(run.storage.files(REQUESTS)) == [f"{REQUESTS}/trace-0002.json", f"{REQUESTS}/trace-0009.json"]
+
+
+def test_a_damaged_request_is_none(tmp_path: Path) -> None:
+    """Whatever stands in the file: ranks agree on numbers and steps in a sum, and a trace of a million steps fills the memory."""
+    run, good = RunDir(tmp_path), {"v": 1, "trace": 4, "at": 1.0, "until": time.time() + 60, "by": "ann", "steps": 3}
+    damaged: list[Any] = [
+        *({**good, "steps": steps} for steps in (0, -1, 101, 10**30, float("inf"), float("nan"), "x", None, [3])),
+        *({**good, name: value} for name in ("at", "until") for value in (float("inf"), float("nan"), None)),
+        [good], "x", None, 7, {},
+    ]  # fmt: skip
+    for number, body in enumerate(damaged, 1):
+        run.storage.write(f"{REQUESTS}/trace-{number:04d}.json", json.dumps(body).encode())
+    run.storage.write(f"{REQUESTS}/trace-{10**15}.json", json.dumps(good).encode())
+    assert requests.pending(run) == []
+    run.storage.write(f"{REQUESTS}/trace-0040.json", json.dumps({**good, "by": "a" * 5000}).encode())
+    (found,) = requests.pending(run)
+    assert (found.number, found.steps, len(found.by)) == (40, 3, 200)
+    requests.withdraw(run, found)
+    assert requests.ask_trace(run, 3, 60.0) in requests.pending(run)
 
 
 def test_parts_of_the_newest_attempt(tmp_path: Path) -> None:
