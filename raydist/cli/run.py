@@ -94,6 +94,8 @@ def run(
 
 def check_script(script: Path) -> None:
     """Raises UserError if it is not a Python script."""
+    if script.suffix in (".yaml", ".yml"):  # one may compile
+        raise UserError(f"{script}: is not a Python script", f"for a job: `raydist train {script}`")
     try:
         compile(read_file(script, LINE_BYTES), str(script), "exec")
     except (
