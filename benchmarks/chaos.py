@@ -109,6 +109,7 @@ KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.OneWayCut(rank=rank, step=step, seconds=600.0),
     lambda rank, step: faults.SlowDisk(rank=rank, step=step, seconds=3.0, bytes_per_s=1 << 20),
     lambda rank, step: faults.DamageCopy(rank=rank, step=step),
+    lambda rank, step: faults.DamageMessage(rank=rank, step=step),
     lambda rank, step: faults.ClockJump(rank=rank, step=step, seconds=3600.0 if step % 2 else -3600.0),
     lambda rank, step: faults.SuspendProcess(rank=rank, step=step, process="agent", seconds=5.0),
     lambda rank, step: faults.SuspendProcess(rank=rank, step=step, process="agent", seconds=20.0),
@@ -159,7 +160,7 @@ class Net:
     def __init__(self) -> None:
         self.hosts = Hosts(4)
         self.hosts.__enter__()
-        self.cluster = Cluster(self.hosts, size=1, cpus=0)
+        self.cluster = Cluster(self.hosts, size=1, cpus=0, plain=True)
         self.cluster.__enter__()
         for host in self.nodes:
             self.cluster.add_node(host, cpus=1)

@@ -224,6 +224,12 @@ class DamageCopy(OfRank):
     fault: Literal["damage_copy"] = "damage_copy"
 
 
+class DamageMessage(AtPhase):
+    """Flips one bit of the next value, such as a manifest or an agreement, that this rank receives from a rank; not of tensors."""
+
+    fault: Literal["damage_message"] = "damage_message"
+
+
 class KillDriver(Fault):
     """SIGKILL to the driver, while rank 0 waits for it."""
 

@@ -22,6 +22,7 @@ from raydist.faults import (
     CpuHog,
     CpuQuota,
     DamageCheckpoint,
+    DamageMessage,
     Deadlock,
     DiskFull,
     DriverClockJump,
@@ -227,6 +228,7 @@ def test_a_stuck_loader_is_started_again(disturbed: Any) -> None:
 
 
 NUMBERS: list[Fault] = [
+    DamageMessage(rank=1, step=1),
     FlipBit(rank=2, step=2),
     BadNumber(rank=1, step=4, where="loss"),
     BadNumber(rank=0, step=6, value="inf"),
@@ -240,9 +242,9 @@ NUMBERS: list[Fault] = [
 
 def test_bad_numbers_lack_of_memory_and_a_crash_loop(project: Any) -> None:
     """Faults that change the numbers or end the run, on three replicas of two pipeline stages (the embedding is tied, so both
-    stages have it): a replica that differs is repaired; bad steps are skipped, and the event names the ranks; a rank that skips a
-    collective is named as the cause of the hang; each lack of memory halves the micro-batch; a bug that is raised three times in a
-    row stops the run, with exit code 3."""
+    stages have it): a message that is damaged ends the attempt; a replica that differs is repaired; bad steps are skipped, and the
+    event names the ranks; a rank that skips a collective is named as the cause of the hang; each lack of memory halves the
+    micro-batch; a bug that is raised three times in a row stops the run, with exit code 3."""
     policy = ["recovery.on_nan=skip", "recovery.spike.factor=3", "recovery.spike.window=3", "recovery.step_timeout=5"]
     fields = [*policy, "train.check_replicas=1", "cluster.workers=6", "train.global_batch=12", "train.micro_batch=4",
               "parallel.pipeline=2", "model.layers=2", "cluster.cpus_per_worker=0.3"]  # fmt: skip
@@ -260,13 +262,15 @@ def test_bad_numbers_lack_of_memory_and_a_crash_loop(project: Any) -> None:
     assert (spike["step"], spike["action"]) == (8, "skip")
     failures = project.events("numbers", "failure")
     assert [(f["rank"], f["fault"]) for f in failures] == [
+        (1, "communication"),
         (1, "worker_hung"),
         (0, "out_of_memory"),
         (2, "out_of_memory"),
         *[(1, "user_error")] * 3,
     ]
-    assert "collectives of group" in failures[0]["cause"]
+    assert "was damaged on its way" in failures[0]["cause"]
+    assert "collectives of group" in failures[1]["cause"]
     micro = [e.get("micro_batch") for e in project.events("numbers", "decision")]
-    assert micro == [None, 2, 1, None, None, None]
+    assert micro == [None, None, 2, 1, None, None, None]
     assert "the same cause 3 times" in done.stderr
-    assert [f["rank"] for f in project.show("numbers")["faults"]] == [2, 1, 0, 5, 1, 0, 2, 1, 1, 1]
+    assert [f["rank"] for f in project.show("numbers")["faults"]] == [1, 2, 1, 0, 5, 1, 0, 2, 1, 1, 1]

@@ -46,8 +46,12 @@ def on_first(
 
     `failure`: why this rank has no value. Raises RankFailure on every rank if one failed, or `merge` did.
     """
-    every = gather_json_on_first({"value": value} if failure is None else {"failed": _facts(failure)}, group)
     answer: dict[str, Any] = {}
+    every = None
+    try:
+        every = gather_json_on_first({"value": value} if failure is None else {"failed": _facts(failure)}, group)
+    except ConnectionError as error:  # a value was damaged: the others wait for the answer
+        answer = {"failed": (0, _facts(error))}
     if every is not None:
         failed = next(((rank, sent["failed"]) for rank, sent in enumerate(every) if "failed" in sent), None)
         if failed is None:

@@ -31,6 +31,7 @@ from raydist.data.batches import Batches, StepBatch
 from raydist.faults import Fault
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import CHECKPOINTS, RunDir
+from raydist.worker.comm import json_gather
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.faults import InjectedError, host_pressure, links, numbers, run_processes
@@ -217,6 +218,8 @@ class Injector:
                 self._slow.append((fault.step + steps - 1, slow))
             case faults.DamageCheckpoint():
                 self._damage(fault)
+            case faults.DamageMessage():
+                _damage_message()
             case faults.DamageCopy():
                 self._damage_copy()
             case faults.StorageFault():
@@ -362,3 +365,13 @@ def _open_all(seconds: float) -> threading.Thread:
 def _jump(seconds: float) -> None:
     now = time.time
     time.time = lambda: now() + seconds
+
+
+def _damage_message() -> None:
+    verified = json_gather._verified
+
+    def damaged(data: bytes, hashed: int, rank: int) -> bytes:
+        json_gather._verified = verified
+        return verified(bytes([data[0] ^ 1]) + data[1:], hashed, rank)
+
+    json_gather._verified = damaged
