@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
 import json
 import os
 import random
@@ -49,12 +48,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
 from raydist import faults
-from raydist.checkpoint import manifest
 from raydist.faults import Fault
 from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events, read_steps
 from raydist.run.status import last_word
+from tests.exact import exact, weights
 from tests.hosts import Cluster, Host, Hosts
 
 RAYDIST = str(Path(sys.executable).with_name("raydist"))
@@ -76,7 +75,6 @@ APART = 25
 """Steps from one fault to the next, with two checkpoints between them, so that the run always counts as making progress."""
 COST_S = 7.0
 """Approximate cost of a fault; determines the number of faults."""
-EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
 
 KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.Kill(rank=rank, step=step),
@@ -252,15 +250,10 @@ def train(place: Here | Net, folder: Path, name: str, steps: int, *options: str)
             sys.exit(f"{name} ended with {code}:\n{told[-3000:]}")
 
 
-def exact(run: RunDir) -> list[list[Any]]:
-    """The values that must be equal in both runs, by step."""
-    return [[row[name] for name in EXACT] for row in read_steps(run).to_pylist()]
-
-
 def differences(one: RunDir, other: RunDir) -> list[str]:
     """The steps whose rows differ, are absent or are there more than once, at most ten."""
     found: list[str] = []
-    rows = [exact(run) for run in (one, other)]
+    rows = [exact(read_steps(run).to_pylist()) for run in (one, other)]
     for step in sorted({row[0] for each in rows for row in each}):
         mine, theirs = ([row for row in each if row[0] == step] for each in rows)
         if mine != theirs:
@@ -268,18 +261,9 @@ def differences(one: RunDir, other: RunDir) -> list[str]:
     return found[:10]
 
 
-def weights(run: RunDir) -> str:
-    """A hash over the model's and the optimizer's tensors of the newest checkpoint."""
-    found = manifest.read_newest(run)
-    assert found is not None
-    digest = hashlib.sha256()
-    for name, entry in sorted(found.tensors.items()):
-        if name.startswith(("model/", "optim/")):
-            for chunk in sorted(entry.chunks, key=lambda c: c.offsets):
-                with run.storage.open(manifest.path(found.step, chunk.file)) as source:
-                    source.seek(chunk.start)
-                    digest.update(source.read(chunk.length))
-    return digest.hexdigest()
+def newest(run: RunDir) -> dict[str, bytes]:
+    """The tensors of the newest checkpoint."""
+    return weights(run, run.committed()[-1])
 
 
 def missing(wanted: Sequence[Fault], events: Sequence[Event]) -> list[str]:
@@ -297,16 +281,9 @@ def missing(wanted: Sequence[Fault], events: Sequence[Event]) -> list[str]:
 def traces() -> set[str]:
     """What a run may leave on this host besides processes: names in /dev/shm and /tmp, and ports that raydist's processes hold."""
     names = {str(p) for folder in ("/dev/shm", tempfile.gettempdir()) for p in Path(folder).glob("raydist-*")}
-    ports = {
-        f"port {c.laddr.port}"
-        for c in psutil.net_connections("tcp")
-        if c.status == psutil.CONN_LISTEN and c.pid in _ours()
-    }
-    return names | ports
-
-
-def _ours() -> set[int]:
-    return {p.pid for p in psutil.Process().children(recursive=True)}
+    ours = {p.pid for p in psutil.Process().children(recursive=True)}
+    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in ours]
+    return names | {f"port {c.laddr.port}" for c in listening}
 
 
 def incidents(events: list[Event]) -> list[dict[str, Any]]:
@@ -386,7 +363,7 @@ def main() -> None:
         checks = {
             f"every fault has happened{': not ' + ', '.join(absent) if absent else ''}": 0 < happened == count,
             "every step once, samples and losses as undisturbed": not unlike,
-            "weights and optimizer as undisturbed": weights(chaos) == weights(calm),
+            "weights and optimizer as undisturbed": newest(chaos) == newest(calm),
             "no process left, and no namespace": not alive,
             "no port, and no file in /dev/shm or /tmp left": traces() <= before,
         }
