@@ -167,6 +167,13 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # On a GPU, ranks share it: see tests/gpu/README.md.
+    device, backend = torch.device(os.environ.get("RAYDIST_TEST_DEVICE", "cpu")), "gloo"
+    if "RAYDIST_TEST_DEVICE" in os.environ:
+        from tests.gpu import staged
+
+        staged.register()
+        backend = staged.NAME
     _refuse_pickles()
     # What was imported is never searched for garbage again, which takes 0.3 s of CPU time; what training freezes must not stay.
     caches = _caches()
@@ -183,10 +190,10 @@ def _serve(pipe: Connection) -> None:
             if world > 1:
                 timeout = timedelta(seconds=120)
                 dist.init_process_group(
-                    "gloo", store=dist.FileStore(store, world), rank=number, world_size=world, timeout=timeout
+                    backend, store=dist.FileStore(store, world), rank=number, world_size=world, timeout=timeout
                 )
                 control = dist.new_group(backend="gloo", timeout=timeout)
-            rank = Rank(number, world, number, torch.device("cpu"), "gloo", "127.0.0.1", control, ())
+            rank = Rank(number, world, number, device, backend, "127.0.0.1", control, ())
             result = function(rank, *args)
         except Exception as error:
             error.add_note(traceback.format_exc())

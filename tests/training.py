@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -24,7 +25,7 @@ from raydist.worker.build import build_strategy, divide_into_parts, replica
 from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import Compression
 from raydist.worker.comm.outer.hook import Outer
-from raydist.worker.dataloader import own_tokens
+from raydist.worker.dataloader import own_tokens, to_device
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
 from raydist.worker.forward_seeds import ForwardSeeds
@@ -41,6 +42,11 @@ from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep
 from raydist.worker.step_hooks import BeforeUpdate
 
+DEVICE = torch.device(os.environ.get("RAYDIST_TEST_DEVICE", "cpu"))
+"""Of all ranks: see tests/gpu/README.md."""
+if DEVICE.type == "cuda":
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the first CUDA call
+    torch.use_deterministic_algorithms(True)
 VOCAB, CONTEXT, STEPS = 13, 8, 5
 MODEL = {"layers": 3, "width": 16, "heads": 2, "context": CONTEXT}
 
@@ -133,7 +139,7 @@ def mine(
             made.append(MicroBatch(tokens[ids], targets[ids], first=int(ids[0])))
         else:
             made.append(MicroBatch(tokens[:1], torch.full_like(targets[:1], MASKED), real=False))
-    return [own_tokens(batch, mesh) for batch in made]
+    return [to_device(own_tokens(batch, mesh), rank.device) for batch in made]
 
 
 def counted(batches: list[MicroBatch]) -> int:
@@ -163,7 +169,7 @@ class Trainer:
         loss = build_loss(spec)
 
         def example(module: nn.Module, samples: int = 1, part: bool = False) -> torch.Tensor:
-            batch = own_tokens(MicroBatch(tokens, targets), self.mesh)
+            batch = to_device(own_tokens(MicroBatch(tokens, targets), self.mesh), rank.device)
             with self.precision.autocast():
                 return call_model(module, batch).float().sum() if part else loss(module, batch)
 
@@ -241,14 +247,14 @@ def gather_parts(parts: Mapping[str, torch.Tensor | None], rank: Rank, table: Te
             found[name] = _joined([*boxes[name], _box(part)], table[name].shape)
         else:
             assert part is not None
-            found[name] = part.clone()
+            found[name] = part.cpu() if part.is_cuda else part.clone()
     return found
 
 
 def gathered(tensor: torch.Tensor, rank: Rank) -> torch.Tensor:
     """A copy of the whole tensor; a collective if it is a DTensor."""
     if not isinstance(tensor, DTensor):
-        return tensor.clone()
+        return tensor.cpu() if tensor.is_cuda else tensor.clone()
     every: list[Any] = [None] * rank.world_size
     dist.all_gather_object(every, _box(tensor), group=rank.control)
     return _joined([*every, _box(tensor)], tensor.shape)
@@ -261,8 +267,8 @@ Box = tuple[Sequence[int], torch.Tensor]
 def _box(part: torch.Tensor | None) -> Box | None:
     if isinstance(part, DTensor):
         _, offsets = compute_local_shape_and_global_offset(part.shape, part.device_mesh, part.placements)
-        return offsets, part.to_local()
-    return None if part is None else ((0,) * part.ndim, part)
+        return offsets, part.to_local().cpu()
+    return None if part is None else ((0,) * part.ndim, part.cpu())
 
 
 def _joined(boxes: Sequence[Box | None], shape: Sequence[int]) -> torch.Tensor:
@@ -276,7 +282,7 @@ def _joined(boxes: Sequence[Box | None], shape: Sequence[int]) -> torch.Tensor:
 
 def alone() -> Rank:
     """One process without a process group."""
-    return Rank(0, 1, 0, torch.device("cpu"), "gloo", "127.0.0.1", None, ())
+    return Rank(0, 1, 0, DEVICE, "gloo", "127.0.0.1", None, ())
 
 
 def run(ranks: Any, function: Any, world: int, *args: Any) -> list[Any]:
@@ -284,6 +290,6 @@ def run(ranks: Any, function: Any, world: int, *args: Any) -> list[Any]:
     errors."""
     results = [function(alone(), *args)] if world == 1 else ranks.run(function, world, *args)
     raised = [result for result in results if isinstance(result, BaseException)]
-    for error in sorted(raised, key=lambda error: "Connection closed by peer" in str(error)):
+    for error in sorted(raised, key=lambda error: "by peer" in str(error)):
         raise error
     return results

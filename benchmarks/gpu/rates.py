@@ -29,7 +29,7 @@ def timed(device: torch.device, function: Callable[[], object], repeat: int) -> 
 def matmul_rate(device: torch.device, about: dict[str, Any], vocab: int, tokens: int, repeat: int) -> float:
     """FLOP/s of a bf16 model's matrix products, forward and both of backward, weighted by their number in a step. On random
     numbers, because with zeros the chip runs faster."""
-    width, hidden = about["width"], default_hidden(about["width"])
+    width, hidden = about["width"], about.get("hidden") or default_hidden(about["width"])
     shapes = Counter({(width, width): 4 * about["layers"], (width, hidden): 2 * about["layers"]})
     shapes[hidden, width] += about["layers"]
     shapes[width, vocab] += 1

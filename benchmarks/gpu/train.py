@@ -1,11 +1,13 @@
-"""Speed of one GPU training GPTs of 124M and 1.5B parameters in bf16, and the breakdown of a step's time.
+"""Speed of one GPU training in bf16, and the breakdown of a step's time: GPTs of 124M and 1.5B parameters, a Llama of 1B with a
+context of 4096, and a DeepSeek of 3B with 64 experts.
 
     python -m benchmarks.gpu.train [--quick] [--out FOLDER]          in the repository's root; torch without ray is enough
     python -m benchmarks.gpu.train --device cpu --tiny               checks that it runs
 
 Each variant runs raydist's own step (raydist.worker.step.TrainStep, with the gradient norm and clipping) on random tokens in
-sequences of 1024, with a fixed number of tokens per step. The micro-batch is the largest power of two whose memory peak,
-extrapolated from the peaks of one and two sequences without compilation, fits into 90% of the memory; --micro-batch overrides it.
+sequences of the model's context, with a fixed number of tokens per step. The micro-batch is the largest power of two whose memory
+peak, extrapolated from the peaks of one and two sequences without compilation, fits into 90% of the memory; --micro-batch overrides
+it.
 MFU is given relative to the device's known peak, and to the measured rate of bf16 matrix products with the model's shapes. The
 time breakdown comes from kineto's trace of three more steps, by kernel name.
 
@@ -38,13 +40,15 @@ from raydist.spec import JobSpec
 from raydist.worker import build, model_transforms
 from raydist.worker.dataloader import to_device
 from raydist.worker.distributed import Rank
+from raydist.worker.expert_loads import ExpertLoads
+from raydist.worker.loss import build as build_loss
 from raydist.worker.mesh import Mesh
 from raydist.worker.metrics import flops
 from raydist.worker.metrics.device_clock import Marks
 from raydist.worker.metrics.memory import Held
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
-from raydist.worker.step import TrainStep, loss_sum
+from raydist.worker.step import TrainStep
 from raydist.worker.step_hooks import BeforeUpdate
 
 Event = dict[str, Any]
@@ -52,13 +56,35 @@ Event = dict[str, Any]
 MODELS: dict[str, dict[str, Any]] = {
     "124M": {"layers": 12, "width": 768, "heads": 12, "context": 1024},
     "1.5B": {"layers": 48, "width": 1600, "heads": 25, "context": 1024},
+    "llama 1B": {
+        "name": "llama", "layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192, "context": 4096,
+        "tie_embeddings": True,
+    },
+    "deepseek 3B": {
+        "name": "deepseek", "layers": 16, "width": 1024, "heads": 16, "hidden": 2816, "context": 4096,
+        "options": {
+            "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "first_k_dense_replace": 1,
+            "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 896, "n_group": 8, "topk_group": 4,
+            "routed_scaling_factor": 2.5, "balance_loss": 1e-4, "bias_rate": 0.001, "num_nextn_predict_layers": 1,
+        },
+    },
     "tiny": {"layers": 2, "width": 64, "heads": 2, "context": 64},
-}
-VOCAB = {"124M": 50304, "1.5B": 50304, "tiny": 512}
+    "tiny deepseek": {
+        "name": "deepseek", "layers": 2, "width": 64, "heads": 2, "hidden": 128, "context": 64,
+        "options": {
+            "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 1,
+            "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "balance_loss": 1e-4,
+            "bias_rate": 0.001, "num_nextn_predict_layers": 1,
+        },
+    },
+}  # fmt: skip
+VOCAB = {"124M": 50304, "1.5B": 50304, "llama 1B": 128256, "deepseek 3B": 50304, "tiny": 512, "tiny deepseek": 512}
+GPU_MODELS = [name for name in MODELS if not name.startswith("tiny")]
 AIMS = {"124M": 0.4, "1.5B": 0.5}
 """Target MFU, relative to the device's peak."""
-STEP_TOKENS = {"124M": 1 << 17, "1.5B": 1 << 16, "tiny": 512}
-MOST = {"124M": 64, "1.5B": 32, "tiny": 4}
+STEP_TOKENS = dict.fromkeys(("1.5B", "llama 1B", "deepseek 3B"), 1 << 16) | {"124M": 1 << 17}
+STEP_TOKENS |= {"tiny": 512, "tiny deepseek": 512}
+MOST = {"124M": 64, "1.5B": 32, "llama 1B": 16, "deepseek 3B": 16, "tiny": 4, "tiny deepseek": 4}
 """Maximum sequences per micro-batch; more do not make the matrix products faster."""
 ROOM = 0.9
 """Usable share of the memory; the rest is for allocators and libraries."""
@@ -123,10 +149,12 @@ class Trainer:
         self.tokens, self.targets = (t.contiguous() for t in (text[:, :-1], text[:, 1:]))
         if rank.device.type == "cuda":
             self.tokens, self.targets = self.tokens.pin_memory(), self.targets.pin_memory()
+        self.loss = build_loss(spec)
         self.strategy.wrap(self.model, lambda module: self._example(module))
         model_transforms.prepare(self.model, spec.train.model_copy(update={"compile": False}))
         shards = self.strategy.shards()
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards)
+        self.loads = ExpertLoads([self.model], rank, None, None)
         self.held: Held | None = None
 
         def look() -> None:
@@ -137,7 +165,7 @@ class Trainer:
 
     def _example(self, module: torch.nn.Module) -> torch.Tensor:
         with self.precision.autocast():
-            return loss_sum(module, to_device(MicroBatch(self.tokens[:1], self.targets[:1]), self.rank.device))
+            return self.loss(module, to_device(MicroBatch(self.tokens[:1], self.targets[:1]), self.rank.device))
 
     def use(self, micro_batch: int) -> None:
         """Uses steps with that micro-batch from now on."""
@@ -152,7 +180,8 @@ class Trainer:
             parameters=gather_parameters(self.strategy.shards(), self.rank),
             full_tokens=self.step_tokens,
             clip=spec.optim.clip,
-            hooks=[BeforeUpdate(self.look)],
+            hooks=[*([self.loads] if self.loads.counts else []), BeforeUpdate(self.look)],
+            loss=self.loss,
         )
 
     def compile(self) -> None:
@@ -168,7 +197,7 @@ class Trainer:
     def close(self) -> None:
         """Frees the memory."""
         self.step.optimizer_hooks.close()
-        for name in ("step", "strategy", "optimizer", "model", "look"):
+        for name in ("step", "strategy", "optimizer", "model", "look", "loads"):
             delattr(self, name)
 
 
@@ -301,7 +330,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check that it runs")
     parser.add_argument("--quick", action="store_true", help="one variant per model")
-    parser.add_argument("--models", nargs="+", choices=("124M", "1.5B"), default=["124M", "1.5B"])
+    parser.add_argument("--models", nargs="+", choices=GPU_MODELS, default=GPU_MODELS)
     parser.add_argument("--micro-batch", type=int, help="sequences; default: what fits")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=480.0, help="start no variant after this time")
@@ -313,7 +342,7 @@ def main() -> int:
     device = torch.device("cuda", 0) if asked.device == "cuda" else torch.device("cpu")
     cuda = device.type == "cuda"
     rank = Rank(0, 1, 0, device, "nccl" if cuda else "gloo", "127.0.0.1", None, ())
-    models = ["tiny"] if asked.tiny else asked.models
+    models = [name for name in MODELS if name not in GPU_MODELS] if asked.tiny else asked.models
     result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(device) if cuda else None,
         "cuda": torch.version.cuda,
@@ -326,7 +355,9 @@ def main() -> int:
     }
     repeat = 20 if cuda else 1
     for model in models:
-        sequences = 16 if cuda else 1
+        if "options" in MODELS[model]:
+            continue  # experts and latent attention have other shapes
+        sequences = 16 * 1024 // MODELS[model]["context"] if cuda else 1
         result["matmul_flops"][model] = matmul_rate(
             device, MODELS[model], VOCAB[model], sequences * MODELS[model]["context"], repeat
         )
@@ -338,7 +369,8 @@ def main() -> int:
             continue
         try:
             row = measured(rank, variant, asked.micro_batch, asked.steps)
-            row["mfu_of_matmul"] = round(row["tflops"] * 1e12 / result["matmul_flops"][variant.model], 4)
+            if variant.model in result["matmul_flops"]:
+                row["mfu_of_matmul"] = round(row["tflops"] * 1e12 / result["matmul_flops"][variant.model], 4)
         except Exception as error:  # a failure must not prevent the other variants: the visit is short
             traceback.print_exc()
             row = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}

@@ -246,7 +246,10 @@ class TrainSpec(PartWithNewFields):
     seed: int = Field(
         0, ge=0, lt=2**63, description="The seed of everything random: initial weights, data order, dropout."
     )
-    deterministic: bool = Field(False, description="Use torch's deterministic algorithms; slower on GPU.")
+    deterministic: bool = Field(
+        False,
+        description="Use torch's deterministic algorithms; slower on GPU. With `train.virtual_ranks` they are used on GPUs anyway.",
+    )
     compile: bool | Literal["blocks"] = Field(
         False, description="torch.compile for the whole model, or for each block: slower start, faster steps on GPU."
     )

@@ -90,8 +90,13 @@ class Assembly:
             self._note(line)
         self.total = spec.train.total(self.batches.steps_per_epoch)
         # Model, strategy, optimizer: the same on every rank, from the same seed.
-        if spec.train.deterministic:
+        same_bits = spec.train.virtual_ranks is not None and rank.device.type == "cuda"
+        if spec.train.deterministic or same_bits:
             distributed.be_deterministic()
+        if same_bits and not spec.train.deterministic:
+            self._note(
+                "train.virtual_ranks: deterministic kernels are used on this GPU, as with train.deterministic: true"
+            )
         precision.refuse(spec.precision, rank.device)
         self.precision = Precision(spec.precision, rank.device)
         self.loss = build_loss(spec)

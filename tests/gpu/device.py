@@ -10,15 +10,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from raydist import registry
-from raydist.data.batches import MicroBatch
+from raydist.data.batches import MicroBatch, equal_parts
 from raydist.spec import JobSpec
 from raydist.worker import build, model_transforms
 from raydist.worker.distributed import Rank
+from raydist.worker.forward_seeds import ForwardSeeds
 from raydist.worker.mesh import Mesh
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.precision import Precision
@@ -52,18 +53,23 @@ def alone(device: torch.device = DEVICE) -> Rank:
 
 
 class Trainer:
-    """Model, strategy, optimizer and step of one rank, with the same weights and samples each time."""
+    """Model, strategy, optimizer and step of one rank, with the same weights and samples each time. `rank`: one of several, of a
+    job with virtual ranks."""
 
-    def __init__(self, spec: JobSpec, device: torch.device = DEVICE) -> None:
-        self.rank, self.spec = alone(device), spec
+    def __init__(self, spec: JobSpec, device: torch.device = DEVICE, rank: Rank | None = None) -> None:
+        self.rank, self.spec = rank or alone(device), spec
+        mesh = self.mesh = Mesh.of(spec, self.rank)
         self.precision = Precision(spec.precision, device)
-        self.strategy = registry.load("parallel", spec.parallel.strategy)(spec, self.rank)
+        self.strategy = build.build_strategy(spec, mesh)
+        parts = build.divide_into_parts(spec, mesh, self.strategy)
         self.model: nn.Module = build.build_model(spec, VOCAB)
         text = torch.randint(VOCAB, (spec.train.global_batch, CONTEXT + 1), generator=torch.Generator().manual_seed(5))
-        micro = spec.train.micro_batch
+        divide = equal_parts(spec.train.micro_batch)
+        if parts is not None:
+            divide = parts.divide(divide)
         self.batches = [
-            MicroBatch(part[:, :-1].contiguous().to(device), part[:, 1:].contiguous().to(device))
-            for part in text.split(micro)
+            MicroBatch(text[ids, :-1].contiguous().to(device), text[ids, 1:].contiguous().to(device), first=int(ids[0]))
+            for ids in divide(np.arange(len(text)), mesh.data_rank, mesh.data_size)
         ]
         self.strategy.wrap(self.model, self.loss)
         model_transforms.prepare(self.model, spec.train)
@@ -71,14 +77,15 @@ class Trainer:
         self.optimizer = build.build_optimizer(spec, self.rank, self.strategy, self.shards)
         self.before_update: Callable[[], None] = lambda: None
         self.step = TrainStep(
-            Mesh(self.rank),
+            mesh,
             self.strategy,
             self.optimizer,
             self.precision,
             parameters=gather_parameters(self.strategy.shards(), self.rank),
             full_tokens=spec.train.global_batch * CONTEXT,
             clip=spec.optim.clip,
-            hooks=[BeforeUpdate(lambda: self.before_update())],
+            hooks=[ForwardSeeds([self.model], spec.train.seed, device), BeforeUpdate(lambda: self.before_update())],
+            parts=parts,
         )
 
     def loss(self, module: nn.Module, samples: int = 1) -> torch.Tensor:

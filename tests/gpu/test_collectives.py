@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raydist import registry
 from raydist.worker import build, distributed
+from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.collective_counters import CollectiveCounters
 from tests.gpu.device import CUDA, DEVICE, VOCAB, Trainer, alone, job
 
@@ -112,7 +113,7 @@ def test_sharded_over_a_mesh_of_one(strategy: str, precision: str, parameters: s
                offload={"parameters": parameters})  # fmt: skip
     plain = Trainer(job(precision=precision))
     plain.loss(plain.model, 4).backward()  # type: ignore[no-untyped-call]
-    made = registry.load("parallel", strategy)(spec, alone())
+    made = registry.load("parallel", strategy)(spec, Mesh(alone()))
     model = build.build_model(spec, VOCAB)
     made._fully_shard(model)
     assert isinstance(model, FSDPModule)

@@ -22,6 +22,12 @@ LARGE = {"layers": 6, "width": 512, "heads": 8}
 """Large enough that the allocator's rounding to 512 bytes per tensor is negligible."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def workspace() -> None:
+    """cuBLAS allocates its workspace, 64 MiB, in the first product, and keeps it."""
+    Trainer(job())(1)
+
+
 def settled() -> int:
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()

@@ -37,16 +37,17 @@ PCIE = ("gpu_pcie_in_bytes_per_second", "gpu_pcie_out_bytes_per_second")
 """Read by GPM, or by field values without it."""
 
 
-def busy(seconds: float = 0.5) -> None:
-    """bf16 matrix products, and copies in both directions over PCIe."""
+def busy(seconds: float = 2.0) -> None:
+    """bf16 matrix products, and copies in both directions over PCIe. NVML's utilisation is a mean over up to a second."""
     a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-    host = torch.empty(1 << 26, pin_memory=True)
+    host, there = torch.empty(1 << 22, pin_memory=True), torch.empty(1 << 22, device=DEVICE)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     while True:
-        for _ in range(10):
+        for _ in range(20):
             a @ a
-        host.to(DEVICE, non_blocking=True).cpu()
+        there.copy_(host, non_blocking=True)
+        host.copy_(there, non_blocking=True)
         end.record()
         end.synchronize()
         if begin.elapsed_time(end) > 1000 * seconds:
@@ -138,7 +139,7 @@ def shape(value: Any) -> Any:
 )
 def test_the_fake_answers_as_the_real_one(call: str, arguments: tuple[Any, ...]) -> None:
     """tests/nvml.py returns the same types, and structures with the same fields."""
-    fake = FakeNvml([FakeGpu()])
+    fake = FakeNvml(FakeGpu())
     theirs = getattr(fake, call)(fake.nvmlDeviceGetHandleByIndex(0), *arguments)
     pynvml.nvmlInit()
     try:

@@ -169,7 +169,9 @@ def test_the_loader_pins_what_it_makes() -> None:
     pinned = _tensors(arrays, pin=True)
     assert pinned.tokens.is_pinned()
     assert pinned.targets.is_pinned()
-    torch.cuda._sleep(500_000_000)
+    to_device(pinned, DEVICE)  # loads CUDA's modules
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000_000)  # two seconds
     there = to_device(pinned, DEVICE)
     copied = torch.cuda.current_stream().record_event()
     assert not copied.query()  # the host did not wait

@@ -88,6 +88,11 @@ def all_gather_rows(whole: Tensor, rows: Sequence[Tensor], group: ProcessGroup) 
     """All ranks' row into `rows`, views of `whole` that may differ in length; this rank's is there."""
     own = rows[group.rank()]
     if not direct(group):
+        if all(
+            row.numel() == own.numel() for row in rows
+        ):  # in place; of a list torch makes a copy in a buffer of its own
+            even: Work = collectives.all_gather(whole, own, group=group, async_op=True)
+            return even
         work: Work = dist.all_gather(list(rows), own, group=group, async_op=True)
         return work
     return _Exchange("all_gather", whole, group, lambda: _exchange(rows, [own] * len(rows), group))

@@ -115,14 +115,14 @@ def total(tree: Tree, terms: Sequence[float]) -> float:
 
 
 def halved(values_N: Tensor) -> Tensor:
-    """The sum of a vector, a scalar: the second half is added to the first until one is left. Each addition is element by element,
-    so that the number of threads changes nothing."""
-    while (length := values_N.numel()) > 1:
+    """The sum along the last dimension: the second half is added to the first until one is left. Each addition is element by
+    element, so that neither the number of threads nor that of rows changes anything."""
+    while (length := values_N.shape[-1]) > 1:
         half = -(-length // 2)
-        rest = values_N[half:]
-        values_N = values_N[:half].clone()
-        values_N[: rest.numel()] += rest
-    return values_N.sum()
+        rest = values_N[..., half:]
+        values_N = values_N[..., :half].clone()
+        values_N[..., : rest.shape[-1]] += rest
+    return values_N.sum(-1)
 
 
 class Exchange:

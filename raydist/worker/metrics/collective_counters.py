@@ -223,7 +223,7 @@ class CollectiveCounters:
             self._add_up()
         work = made[-1] if isinstance(made, tuple) else made
         if work is not None:  # else a coalescing manager holds it
-            call.work = dist.Work.unbox(work)
+            call.work = dist.Work.unbox(work)  # None: NCCL runs a call that the caller waits for in the current stream
             self._follow(clock, call)
 
     def _add_up(self) -> None:

@@ -20,7 +20,8 @@ Spend = Callable[[str, float], None]
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One collective: its kind, its group, the time of its call by its clock, and its Work; HostClock drops the Work when done."""
+    """One collective: its kind, its group, the time of its call by its clock, and its Work, None if NCCL runs it in the current
+    stream; HostClock drops the Work when done."""
 
     op: str
     group: str
@@ -161,7 +162,8 @@ class DeviceClock:
         self._spend, self._expose = spend, expose
         self._lock = threading.Lock()
         self._working: deque[Call] = deque()
-        self._stalls: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._stalls: deque[tuple[str, torch.cuda.Event, torch.cuda.Event, bool]] = deque()
+        """Kind, begin and end of each wait; whether that was the collective itself."""
         self._newest = ""
 
     def now(self) -> torch.cuda.Event:
@@ -173,7 +175,10 @@ class DeviceClock:
     def follow(self, call: Call) -> None:
         """See Clock."""
         self._newest = call.op
-        self._working.append(call)
+        if call.work is None:
+            self._stalls.append((call.op, call.begun, self.now(), True))
+        else:
+            self._working.append(call)
         self.settle()  # with each call, because a work holds its tensors
 
     def wait(self, call: Call | None, training: bool) -> tuple[str, torch.cuda.Event] | None:
@@ -184,12 +189,12 @@ class DeviceClock:
     def waited(self, begun: tuple[str, torch.cuda.Event] | None) -> None:
         """See Clock."""
         if begun is not None:
-            self._stalls.append((*begun, self.now()))
+            self._stalls.append((*begun, self.now(), False))
 
     def backward(self, calls: Sequence[Call]) -> None:
         """See Clock."""
         if calls:
-            self._stalls.append((calls[-1].op, calls[-1].begun, self.now()))
+            self._stalls.append((calls[-1].op, calls[-1].begun, self.now(), False))
 
     def settle(self) -> None:
         """See Clock."""
@@ -198,5 +203,8 @@ class DeviceClock:
                 call = self._working.popleft()
                 self._spend(call.op, call.work._get_duration() / 1e3)
             while self._stalls and self._stalls[0][2].query():  # type: ignore[no-untyped-call]
-                op, begun, ended = self._stalls.popleft()
-                self._expose(op, begun.elapsed_time(ended) / 1e3)
+                op, begun, ended, itself = self._stalls.popleft()
+                seconds = begun.elapsed_time(ended) / 1e3
+                self._expose(op, seconds)
+                if itself:
+                    self._spend(op, seconds)

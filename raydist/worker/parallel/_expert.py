@@ -172,8 +172,13 @@ class ExpertParallel:
         return [message for strategy in self._both for message in getattr(strategy, "messages", list)()]
 
 
-class _ExpertsAlone(nn.ModuleList):
-    """The experts of a model, by their names in it. It has no other parameters, and calls the model, which calls them."""
+class _ExpertsAlone(nn.Module):
+    """The experts of a model, by their names in it. It has no other parameters, and calls the model, which calls them.
+
+    No ModuleList, since torch 2.11's `fully_shard` refuses each of them; `lists` says that its children are blocks all the same.
+    """
+
+    lists = nn.ModuleList
 
     def __init__(self, experts: Mapping[str, nn.Module], model: nn.Module) -> None:
         super().__init__()

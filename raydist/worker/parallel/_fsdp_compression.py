@@ -26,10 +26,18 @@ def units(model: nn.Module) -> Iterator[tuple[Any, dict[str, DTensor]]]:
     names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            sent = [p.sharded_param for group in module._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+            sent = [p.sharded_param for group in _groups(module) for p in group.fsdp_params]
             found = {names[id(p)]: cast(DTensor, p) for p in sent if id(p) in names}
             if found:
                 yield module, found
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers together for this module."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch 2.11
 
 
 class CompressedReduceScatter(gloo_p2p.DirectReduceScatter):

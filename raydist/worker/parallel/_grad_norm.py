@@ -38,6 +38,22 @@ def grad_norm(
     return square.sqrt()
 
 
+_SQUARES = 1 << 24
+"""Numbers whose squares are held at a time."""
+
+
+def row_norms(values_RN: Tensor) -> Tensor:
+    """The norm of each row, whose bits depend on that row alone.
+
+    torch's reduction does that on CPU. On CUDA it divides a row among more threads the fewer rows there are; there each addition
+    is element by element.
+    """
+    if values_RN.device.type == "cpu":
+        return torch.linalg.vector_norm(values_RN, dim=1)
+    rows = max(_SQUARES // max(values_RN.shape[1], 1), 1)
+    return torch.cat([halved(some.float().square()).sqrt() for some in torch.split(values_RN, rows)])
+
+
 class RowNorm:
     """The same with the same bits for any split into rows: norms of rows, which no rank has a part of, are added in one order.
 
@@ -69,7 +85,7 @@ class RowNorm:
         squares = torch.zeros(self.numbers, dtype=torch.float64, device=self._device)
         for local, rows in self._own:
             if local.grad is not None:
-                norms = torch.linalg.vector_norm(local.grad.reshape(rows.stop - rows.start, -1), dim=1)
+                norms = row_norms(local.grad.reshape(rows.stop - rows.start, -1))
                 squares[rows] = norms.to(self._device).double().square()
         if self._sends:
             dist.all_reduce(squares)  # each row is one rank's, to which zeros are added: exact in any order

@@ -43,11 +43,12 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def elements_of(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """(name, module) of the elements of the model's outermost containers of this kind."""
+    """(name, module) of the elements of the model's outermost containers of this kind, or modules that `lists` says are one."""
     found: list[tuple[str, nn.Module]] = []
     lists: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, kind) and not any(name.startswith(outer + ".") or not outer for outer in lists):
+        is_one = isinstance(module, kind) or getattr(module, "lists", None) is kind
+        if is_one and not any(name.startswith(outer + ".") or not outer for outer in lists):
             lists.append(name)
             found += [(f"{name}.{i}".lstrip("."), m) for i, m in module.named_children()]
     return found
