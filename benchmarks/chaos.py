@@ -181,9 +181,8 @@ class Net:
     def run(self, command: list[str], folder: Path) -> tuple[int, str]:
         """Exit code and stderr, on the head."""
         env = {**os.environ, **self.cluster.environment, "RAY_AUTH_MODE": "token", "GLOO_SOCKET_IFNAME": "eth0"}
-        process = self.hosts[0].popen(
-            command, cwd=str(folder), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        process = self.hosts[0].popen(command, cwd=str(folder), env=env, **pipes)
         told = process.communicate()[1]
         return process.returncode, told
 
@@ -298,9 +297,8 @@ def incidents(events: list[Event]) -> list[dict[str, Any]]:
             keys = ("fault", "rank", "step")
             found.append({**{key: event.data[key] for key in keys}, "seconds": None, "repeated": None, "cause": ""})
         elif event.kind == "failure":
-            if (
-                not found or found[-1]["cause"] or found[-1]["seconds"] is not None
-            ):  # not caused by a fault that was logged
+            # Not caused by a fault that was logged.
+            if not found or found[-1]["cause"] or found[-1]["seconds"] is not None:
                 rank = "-" if event.data["rank"] is None else event.data["rank"]
                 found.append({"fault": "-", "rank": rank, "step": "-", "seconds": None, "repeated": None})
             found[-1]["cause"] = event.data["cause"].replace(f"{Path(__file__).parents[1]}/", "")
@@ -348,9 +346,8 @@ def main() -> None:
             chosen += [kind(rank, step)] if kind is not None else []
             cuts += [step] if kind is None else []
             here = [other for other in here if other is not kind or kind not in OF_VIRTUAL_RANKS]
-        (folder / "faults.yaml").write_text(
-            yaml.safe_dump([f.model_dump(mode="json", exclude_none=True) for f in chosen])
-        )
+        asked = [fault.model_dump(mode="json", exclude_none=True) for fault in chosen]
+        (folder / "faults.yaml").write_text(yaml.safe_dump(asked))
         before = traces()
         train(place, folder, "calm", steps, *(["--set", "cluster.workers=1"] if options.elastic else []))
         calm, chaos = RunDir(folder / "calm"), RunDir(folder / "chaos")
@@ -386,15 +383,8 @@ def main() -> None:
     for check, holds in checks.items():
         print(f"{'ok' if holds else 'FAILED':7s}{check}")
     print(*unlike, sep="\n")
-    result = {
-        "seed": options.seed,
-        "hosts": of_hosts,
-        "mesh": job.get("parallel", {}),
-        "steps": steps,
-        "wall_s": wall,
-        "goodput": useful / wall,
-        "checks": checks,
-    }
+    asked_for = {"seed": options.seed, "hosts": of_hosts, "mesh": job.get("parallel", {})}
+    result = {**asked_for, "steps": steps, "wall_s": wall, "goodput": useful / wall, "checks": checks}
     name = next((f"chaos_{kind}" for kind in ("hosts", "mesh", "elastic") if getattr(options, kind)), "chaos")
     print(write(name, {**result, "incidents": json.loads(json.dumps(table))}))
     sys.exit(0 if all(checks.values()) else 1)
