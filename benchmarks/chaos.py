@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
 import json
 import os
 import random
@@ -49,12 +48,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
 from raydist import faults
-from raydist.checkpoint import manifest
 from raydist.faults import Fault
 from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events, read_steps
 from raydist.run.status import last_word
+from tests.exact import exact, weights
 from tests.hosts import Cluster, Host, Hosts
 
 RAYDIST = str(Path(sys.executable).with_name("raydist"))
@@ -76,7 +75,6 @@ APART = 25
 """Steps from one fault to the next, with two checkpoints between them, so that the run always counts as making progress."""
 COST_S = 7.0
 """Approximate cost of a fault; determines the number of faults."""
-EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "samples_hash")
 
 KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.Kill(rank=rank, step=step),
@@ -184,9 +182,8 @@ class Net:
     def run(self, command: list[str], folder: Path) -> tuple[int, str]:
         """Exit code and stderr, on the head."""
         env = {**os.environ, **self.cluster.environment, "RAY_AUTH_MODE": "token", "GLOO_SOCKET_IFNAME": "eth0"}
-        process = self.hosts[0].popen(
-            command, cwd=str(folder), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        process = self.hosts[0].popen(command, cwd=str(folder), env=env, **pipes)
         told = process.communicate()[1]
         return process.returncode, told
 
@@ -257,15 +254,10 @@ def train(place: Here | Net, folder: Path, name: str, steps: int, *options: str)
             sys.exit(f"{name} ended with {code}:\n{told[-3000:]}")
 
 
-def exact(run: RunDir) -> list[list[Any]]:
-    """The values that must be equal in both runs, by step."""
-    return [[row[name] for name in EXACT] for row in read_steps(run).to_pylist()]
-
-
 def differences(one: RunDir, other: RunDir) -> list[str]:
     """The steps whose rows differ, are absent or are there more than once, at most ten."""
     found: list[str] = []
-    rows = [exact(run) for run in (one, other)]
+    rows = [exact(read_steps(run).to_pylist()) for run in (one, other)]
     for step in sorted({row[0] for each in rows for row in each}):
         mine, theirs = ([row for row in each if row[0] == step] for each in rows)
         if mine != theirs:
@@ -273,18 +265,9 @@ def differences(one: RunDir, other: RunDir) -> list[str]:
     return found[:10]
 
 
-def weights(run: RunDir) -> str:
-    """A hash over the model's and the optimizer's tensors of the newest checkpoint."""
-    found = manifest.read_newest(run)
-    assert found is not None
-    digest = hashlib.sha256()
-    for name, entry in sorted(found.tensors.items()):
-        if name.startswith(("model/", "optim/")):
-            for chunk in sorted(entry.chunks, key=lambda c: c.offsets):
-                with run.storage.open(manifest.path(found.step, chunk.file)) as source:
-                    source.seek(chunk.start)
-                    digest.update(source.read(chunk.length))
-    return digest.hexdigest()
+def newest(run: RunDir) -> dict[str, bytes]:
+    """The tensors of the newest checkpoint."""
+    return weights(run, run.committed()[-1])
 
 
 def missing(wanted: Sequence[Fault], events: Sequence[Event]) -> list[str]:
@@ -302,16 +285,9 @@ def missing(wanted: Sequence[Fault], events: Sequence[Event]) -> list[str]:
 def traces() -> set[str]:
     """What a run may leave on this host besides processes: names in /dev/shm and /tmp, and ports that raydist's processes hold."""
     names = {str(p) for folder in ("/dev/shm", tempfile.gettempdir()) for p in Path(folder).glob("raydist-*")}
-    ports = {
-        f"port {c.laddr.port}"
-        for c in psutil.net_connections("tcp")
-        if c.status == psutil.CONN_LISTEN and c.pid in _ours()
-    }
-    return names | ports
-
-
-def _ours() -> set[int]:
-    return {p.pid for p in psutil.Process().children(recursive=True)}
+    ours = {p.pid for p in psutil.Process().children(recursive=True)}
+    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in ours]
+    return names | {f"port {c.laddr.port}" for c in listening}
 
 
 def incidents(events: list[Event]) -> list[dict[str, Any]]:
@@ -322,9 +298,8 @@ def incidents(events: list[Event]) -> list[dict[str, Any]]:
             keys = ("fault", "rank", "step")
             found.append({**{key: event.data[key] for key in keys}, "seconds": None, "repeated": None, "cause": ""})
         elif event.kind == "failure":
-            if (
-                not found or found[-1]["cause"] or found[-1]["seconds"] is not None
-            ):  # not caused by a fault that was logged
+            # Not caused by a fault that was logged.
+            if not found or found[-1]["cause"] or found[-1]["seconds"] is not None:
                 rank = "-" if event.data["rank"] is None else event.data["rank"]
                 found.append({"fault": "-", "rank": rank, "step": "-", "seconds": None, "repeated": None})
             found[-1]["cause"] = event.data["cause"].replace(f"{Path(__file__).parents[1]}/", "")
@@ -372,9 +347,8 @@ def main() -> None:
             chosen += [kind(rank, step)] if kind is not None else []
             cuts += [step] if kind is None else []
             here = [other for other in here if other is not kind or kind not in OF_VIRTUAL_RANKS]
-        (folder / "faults.yaml").write_text(
-            yaml.safe_dump([f.model_dump(mode="json", exclude_none=True) for f in chosen])
-        )
+        asked = [fault.model_dump(mode="json", exclude_none=True) for fault in chosen]
+        (folder / "faults.yaml").write_text(yaml.safe_dump(asked))
         before = traces()
         train(place, folder, "calm", steps, *(["--set", "cluster.workers=1"] if options.elastic else []))
         calm, chaos = RunDir(folder / "calm"), RunDir(folder / "chaos")
@@ -391,7 +365,7 @@ def main() -> None:
         checks = {
             f"every fault has happened{': not ' + ', '.join(absent) if absent else ''}": 0 < happened == count,
             "every step once, samples and losses as undisturbed": not unlike,
-            "weights and optimizer as undisturbed": weights(chaos) == weights(calm),
+            "weights and optimizer as undisturbed": newest(chaos) == newest(calm),
             "no process left, and no namespace": not alive,
             "no port, and no file in /dev/shm or /tmp left": traces() <= before,
         }
@@ -410,15 +384,8 @@ def main() -> None:
     for check, holds in checks.items():
         print(f"{'ok' if holds else 'FAILED':7s}{check}")
     print(*unlike, sep="\n")
-    result = {
-        "seed": options.seed,
-        "hosts": of_hosts,
-        "mesh": job.get("parallel", {}),
-        "steps": steps,
-        "wall_s": wall,
-        "goodput": useful / wall,
-        "checks": checks,
-    }
+    asked_for = {"seed": options.seed, "hosts": of_hosts, "mesh": job.get("parallel", {})}
+    result = {**asked_for, "steps": steps, "wall_s": wall, "goodput": useful / wall, "checks": checks}
     name = next((f"chaos_{kind}" for kind in ("hosts", "mesh", "elastic") if getattr(options, kind)), "chaos")
     print(write(name, {**result, "incidents": json.loads(json.dumps(table))}))
     sys.exit(0 if all(checks.values()) else 1)

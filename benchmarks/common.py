@@ -1,12 +1,14 @@
-"""Shared by the benchmarks: the versions and the machine of each result, results as JSON, and ranks on hosts of their own."""
+"""Shared by the benchmarks: versions and machine of a result, results as JSON, interleaved steps, ranks on hosts of their own."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import random
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,31 @@ def write(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
     return path
+
+
+Seconds = dict[str, list[float]]
+"""Name of a variant -> the time of a step in each round."""
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], Any]], rounds: int, barrier: Callable[[], Any]
+) -> tuple[Seconds, Seconds]:
+    """Wall-clock and processor time of a step of each variant, in random order: one step to warm up, then the mean of two. Every
+    rank calls it."""
+    order = random.Random(0)
+    wall: Seconds = {name: [] for name in variants}
+    processor: Seconds = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name in order.sample(list(variants), len(variants)):
+            variants[name]()
+            barrier()
+            begun, busy = time.perf_counter(), time.process_time()
+            for _ in range(2):
+                variants[name]()
+            processor[name].append((time.process_time() - busy) / 2)
+            barrier()
+            wall[name].append((time.perf_counter() - begun) / 2)
+    return wall, processor
 
 
 def on_hosts(script: str, world: int, rate: str, given: Sequence[str]) -> dict[str, Any]:

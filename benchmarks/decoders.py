@@ -17,11 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import socket
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 import transformers
-from common import write
+from common import interleaved, write
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -157,19 +155,7 @@ def main(number: int, port: int, rounds: int, what: str) -> None:
     variants: dict[str, Callable[[], float]] = {"raydist": Ours(rank, spec, own), "transformers": Theirs(spec, own)}
     first = {name: step() for name, step in variants.items()}
     assert max(first.values()) - min(first.values()) < 1e-5 * min(first.values()), first
-    order = random.Random(0)
-    wall: dict[str, list[float]] = {name: [] for name in variants}
-    processor: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name in order.sample(list(variants), len(variants)):
-            variants[name]()
-            dist.barrier()
-            begun, busy = time.perf_counter(), time.process_time()
-            for _ in range(2):
-                variants[name]()
-            processor[name].append((time.process_time() - busy) / 2)
-            dist.barrier()
-            wall[name].append((time.perf_counter() - begun) / 2)
+    wall, processor = interleaved(variants, rounds, dist.barrier)
     if number == 0:
         result: dict[str, Any] = {
             "rounds": rounds,

@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import socket
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from common import write
+from common import interleaved, write
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
@@ -342,21 +340,7 @@ def main(number: int, port: int, rounds: int, what: str) -> None:
     }
     first = {name: step() for name, step in variants.items()}
     assert max(first.values()) - min(first.values()) < 1e-5 * min(first.values()), first
-    order = random.Random(0)
-    wall: dict[str, list[float]] = {name: [] for name in variants}
-    processor: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        names = list(variants)
-        order.shuffle(names)
-        for name in names:
-            variants[name]()
-            dist.barrier()
-            begun, busy = time.perf_counter(), time.process_time()
-            for _ in range(2):
-                variants[name]()
-            processor[name].append((time.process_time() - busy) / 2)
-            dist.barrier()
-            wall[name].append((time.perf_counter() - begun) / 2)
+    wall, processor = interleaved(variants, rounds, dist.barrier)
     if number == 0:
         model = {"tensor": MODEL, "pipeline": STAGED, "expert": SPARSE}[what]
         result: dict[str, Any] = {"rounds": rounds, "load_average": os.getloadavg()[1], what: WORLD, "model": model}

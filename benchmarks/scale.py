@@ -3,7 +3,7 @@
     python benchmarks/scale.py [--ranks 104 1000 10000] [--hosts 2] [--steady 10] [--beat 1] [--lost 8]
 
 A private Ray with the real Supervisor, RestartLoop, Elasticity, Group and MemoryCheckpoints in this process, and the real
-Coordinator and RunMonitor as actors. The nodes, with 8 ranks each, are simulated in `--hosts` more actors (scale_cluster.py), whose
+Coordinator and RunMonitor as actors. The nodes, with 8 ranks each, are simulated in `--hosts` more actors (scale_nodes.py), whose
 agents keep the protocol: so every message is sent by Ray. Not included: Ray Train's own work to place and start workers, the ranks'
 own start, and the rows of node monitors (monitor.py --tree has these).
 
@@ -36,7 +36,8 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
-from scale_cluster import PER_NODE, Cluster, Host
+from scale_cluster import Cluster
+from scale_nodes import PER_NODE, Host
 
 from raydist.cluster.run import coordinator
 from raydist.cluster.run.request import Request

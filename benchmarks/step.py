@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import socket
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from common import write
+from common import interleaved, write
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -136,19 +134,7 @@ def main(number: int, port: int, rounds: int) -> None:
     for step in variants.values():
         for _ in range(2):  # compiles
             step()
-    order = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        names = list(variants)
-        order.shuffle(names)
-        for name in names:
-            variants[name]()
-            dist.barrier()
-            begun = time.perf_counter()
-            for _ in range(2):
-                variants[name]()
-            dist.barrier()
-            times[name].append((time.perf_counter() - begun) / 2)
+    times, _ = interleaved(variants, rounds, dist.barrier)
     counted: list[Any] = [None] * WORLD
     dist.all_gather_object(counted, {n: v.counted for n, v in variants.items()})  # type: ignore[attr-defined]
     if number == 0:

@@ -1,14 +1,16 @@
 """Processes of hosts (tests/hosts.py) that are forked from one that has imported Ray or torch, instead of importing it themselves.
 
 A host's Ray workers are forked from a process in that host, as those of a private Ray are (raydist/cluster/ray_worker.py), and so
-are the fork servers of its ranks (raydist/launch/zygote.py). These processes, the zygotes, are themselves forked from a template
-outside of the hosts, of which the test process starts one for each kind: it imports once for all hosts.
+are the fork servers of its ranks (raydist/launch/zygote.py), `ray start` and the runtime-env agent of its raylet. These processes,
+the zygotes, are themselves forked from a template outside of the hosts, of which the test process starts one for each kind: it
+imports once for all hosts.
 
     template --fork--> enters the namespaces of host 0 --fork--> zygote --fork--> worker, or fork server
                    +-> enters the namespaces of host 1 --fork--> zygote
 
 The imports of Ray take a worker 1.5 s of processor time, those of torch a fork server 3 to 4 s; a run on three hosts that loses one
-has 30 and 15 of these processes. As a script: in place of Ray's setup_worker.py. Imports torch and Ray in templates only.
+has 30 and 15 of these processes. As a script: in place of Ray's setup_worker.py, or of a file that COMMAND or AGENT comes before.
+Imports torch and Ray in templates only.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import runpy
 import shlex
 import signal
 import socket
@@ -32,6 +35,9 @@ if __name__ == "__main__":
 
 from raydist.launch import zygote  # noqa: E402 - needs the path above where this is a script
 
+COMMAND, AGENT, AGENT_FILE = "--command", "--agent", "--agent-file"
+"""First argument of the script: the others are a Python file and its arguments, which run in a process that the host's zygote of
+Ray workers forks. AGENT: of a raylet, and AGENT_FILE in that process."""
 _CONTEXT = "--serialized-runtime-env-context="
 _NAMESPACES = {
     "user": 0x10000000,
@@ -92,6 +98,8 @@ def main(serve: str, preload: Sequence[str], address: str) -> None:
         reading, writing = os.pipe()
         if os.fork() == 0:
             os.close(reading)
+            with open(os.devnull) as nothing:  # what is forked from it must not read the template's lines
+                os.dup2(nothing.fileno(), 0)
             try:
                 _enter(init, own_users)
                 _become_parent(writing, serve, preload, address)
@@ -167,5 +175,35 @@ def _worker() -> None:
     ray_worker.main()
 
 
+def _forked(file: Sequence[str]) -> None:
+    """Waits until the process with that file and arguments has exited. Its exit code is not known here."""
+    from raydist.cluster import ray_worker
+
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            forked = zygote.fork(theirs, os.environ, ray_worker.PRELOAD, ray_worker.VARIABLE)
+        assert forked is not None, "the host has no zygote of Ray workers"
+        ours.sendall(json.dumps(file).encode())
+        ours.shutdown(socket.SHUT_WR)
+        forked.wait()
+
+
+def _agent(started: str, file: Sequence[str]) -> None:
+    """Runs an agent's file. An agent ends when its raylet closes a pipe: stdin of the process `started`."""
+    os.dup2(os.open(f"/proc/{started}/fd/0", os.O_RDONLY), 0)
+    sys.stdin = os.fdopen(0)
+    sys.argv = [*file]
+    runpy.run_path(file[0], run_name="__main__")
+
+
 if __name__ == "__main__":
-    _worker()
+    match sys.argv[1:]:
+        case [kind, *file] if kind == COMMAND:
+            _forked(file)
+        case [kind, *file] if kind == AGENT:
+            _forked([__file__, AGENT_FILE, str(os.getpid()), *file])
+        case [kind, started, *file] if kind == AGENT_FILE:
+            _agent(started, file)
+        case _:
+            _worker()

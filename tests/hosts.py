@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -487,13 +488,14 @@ class Cluster:
         if not host.up:
             host.boot()
         host.fork_zygotes(self._templates)
+        forked = [host_zygotes.__file__, host_zygotes.COMMAND, __file__] if self._templates else ["-m", "tests.hosts"]
         command = [
-            sys.executable, "-m", "tests.hosts", "start", *options, f"--node-ip-address={host.ip}",
+            sys.executable, *forked, "start", *options, f"--node-ip-address={host.ip}",
             f"--num-cpus={self._cpus if cpus is None else cpus}", "--object-store-memory=100000000", "--disable-usage-stats",
             "--include-log-monitor=false", "--no-monitor",  # a second of CPU time each: nothing reads the logs, or adds nodes
         ]  # fmt: skip
         done = host.run(command, cwd=Path(__file__).parents[1], env=self._env, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Ray runtime started" in done.stdout, done.stdout + done.stderr
 
 
 _TEMPLATES: list[host_zygotes.Template] = []
@@ -539,21 +541,31 @@ def _watch(address: str) -> None:
 
 
 def _ray(whole: bool) -> None:
-    """Ray's command line, whose workers are forked where the host has a zygote for them, without a server for Ray's client. Unless
-    `whole`, no host has a dashboard or its agents, and a raylet waits for no agent: it would end if a busy machine takes more than
-    30 s to start them."""
+    """Ray's command line, without a server for Ray's client; workers and the runtime-env agent are forked where the host has a
+    zygote for them. Unless `whole`, no host has a dashboard or its agents, and a raylet waits for no agent: it would end if a busy
+    machine takes more than 30 s to start them."""
     from ray._private.node import Node
     from ray.scripts.scripts import main
 
-    from raydist.cluster.local_ray import DASHBOARD_AGENT, prepared_agents
+    from raydist.cluster.local_ray import DASHBOARD_AGENT, RUNTIME_ENV_AGENT, prepared_agents
+    from raydist.cluster.ray_private import services
 
-    start = Node.start_raylet
+    start, start_process = Node.start_raylet, services.start_ray_process
 
     def starting(node: Any, *args: Any, **options: Any) -> None:
         if ray_worker.VARIABLE in os.environ:
             node._ray_params.setup_worker_path = host_zygotes.__file__
+            services.start_ray_process = starting_process
         with contextlib.nullcontext() if whole else prepared_agents(node, on_demand=(DASHBOARD_AGENT,), metrics=False):
             start(node, *args, **options)
+
+    def starting_process(command: list[str], *args: Any, **options: Any) -> Any:
+        for number, text in enumerate(command):
+            if text.startswith(RUNTIME_ENV_AGENT):
+                _, _, *file = shlex.split(text.removeprefix(RUNTIME_ENV_AGENT))  # python -u
+                forked = [sys.executable, host_zygotes.__file__, host_zygotes.AGENT, *file]
+                command[number] = RUNTIME_ENV_AGENT + subprocess.list2cmdline(forked)
+        return start_process(command, *args, **options)
 
     Node.start_raylet = starting
     Node.start_ray_client_server = lambda *_, **__: None

@@ -26,14 +26,14 @@ def assert_same(project: Any, name: str, undisturbed: dict[str, Any]) -> None:
 
 
 def test_killed_ranks_and_saves_leave_no_trace(project: Any, undisturbed: dict[str, Any]) -> None:
-    """SIGKILL of rank 0 in step 2, of rank 1 in step 3, of rank 1 while it saves step 6, of rank 0 while it saves step 9: one run
-    with the same bits. There are more deaths than max_failures, with progress between them.
+    """SIGKILL of rank 1 while it saves step 6, of rank 0 while it saves step 9: one run with the same bits. There are more deaths
+    than max_failures, with progress between them. Kills in other phases: tests/faults/test_survived.py.
 
-    A step has two micro-batches a rank. In a save rank 1 syncs one file, its shard; rank 0 also syncs the manifest, and in a
-    restore one file that protects the checkpoint from deletion.
+    In a save rank 1 syncs one file, its shard; rank 0 also syncs the manifest, and in a restore one file that protects the
+    checkpoint from deletion.
     """
-    kill = [[0, "step", 3], [1, "step", 5], [1, "fsync", 2], [0, "fsync", 5]]
-    shown = project.train("killed", kill=kill)
+    kill = [[1, "fsync", 2], [0, "fsync", 5]]
+    shown = project.train("killed", "--set", "recovery.max_failures=1", kill=kill)
     assert len(list((project.root / "marks" / "killed").iterdir())) == len(kill)
     failures = project.events("killed", "failure")
     assert len(failures) == len(kill)

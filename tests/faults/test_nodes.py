@@ -1,6 +1,6 @@
 """Faults of a whole node, on a cluster of two hosts: the driver is on the first, all ranks are on the second.
 
-Over a minute: two clusters of hosts, and three runs on them.
+Over a minute: a cluster whose processes start as on a user's, and two runs of sixty steps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,251 @@
+"""The simulated agents and memory stores of benchmarks/scale.py, which keep the protocol of the real ones.
+
+Runs in: Ray actors, each of which stands for some of the nodes of scale_cluster.py. Never imports torch. All messages between these
+and the coordinator, the monitor and the driver are real ones, of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raydist.checkpoint.memory_layout import Shard
+from raydist.cluster.run.memory_checkpoint_recovery import Copy, Inventory
+from raydist.launch.relay import MergedCalls
+from raydist.records import StepRecord
+
+PER_NODE = 8
+STEP = 20
+"""Of the snapshot that the nodes have in memory."""
+LOST_PEER = "[connection.cc:640] Connection closed by peer [10.0.0.1]:1234"
+TRACEBACK = 'Traceback (most recent call last):\n  File "raydist/worker/loop.py", line 100, in step\n    sync()\n' * 12
+
+
+@dataclass(slots=True)
+class Agent:
+    """One fake agent. `rank`: of the attempt that it trains, None: it trains none. `cut`: its node's network is cut."""
+
+    number: int
+    node: str
+    local_rank: int
+    rank: int | None = None
+    attempt: int = 0
+    cut: bool = False
+
+
+@dataclass(slots=True)
+class Orders:
+    """The orders to train of one attempt: how many, when the first and the last came, and the `incident` in the job."""
+
+    count: int = 0
+    first: float = 0.0
+    last: float = 0.0
+    incident: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a node's memory store has: the ranks of the node, of the node whose buddy it is, and the ranks' world size."""
+
+    ranks: Sequence[int] = ()
+    buddy: Sequence[int] = ()
+    world: int = 0
+
+
+class Host:
+    """The fake agents and memory stores of some nodes: an asyncio actor."""
+
+    def __init__(self, beat_s: float) -> None:
+        self.beat_s = beat_s
+        self.agents: dict[int, Agent] = {}
+        self.kept: dict[str, Kept] = {}
+        self.left = asyncio.Event()
+        self.orders: dict[int, Orders] = {}
+        self.joined = 0.0
+        self.messages: Counter[str] = Counter()
+        self.bytes: dict[str, int] = {}
+        self.waits: list[float] = []
+
+    async def begin(self, handle: Any, group: int, members: Sequence[tuple[int, str, int]]) -> None:
+        """Ray Train has started these agents: (number, node, local rank)."""
+        self.group, self.coordinator = group, handle
+        self.links = {node: MergedCalls(self._many) for _, node, _ in members}
+        self.agents = {number: Agent(number, node, local) for number, node, local in members}
+        self.left.clear()
+        self.joined = time.time()
+        self.running = {asyncio.create_task(self._follow(agent)) for agent in self.agents.values()}
+        there: dict[str, list[Agent]] = {}
+        for agent in self.agents.values():
+            there.setdefault(agent.node, []).append(agent)
+        self.running.update(asyncio.create_task(self._beat(agents)) for agents in there.values())
+
+    async def over(self) -> None:
+        """Returns when all agents have left."""
+        while any(not agent.cut for agent in self.agents.values()) and not self.left.is_set():
+            await asyncio.sleep(0.1)
+
+    async def abort(self) -> None:
+        """Ray Train ends all agents."""
+        for task in self.running:
+            task.cancel()
+        self.left.set()
+
+    async def die(self, ranks: Sequence[int], echoes: bool) -> float:
+        """The processes of these ranks are killed; `echoes`: all others lose a connection, and raise. When that was."""
+        now, dead, tasks = time.time(), set(ranks), []
+        for agent in self.agents.values():
+            if agent.rank is None or agent.cut:
+                continue
+            if agent.rank in dead:
+                tasks.append(self._ended(agent, died("SIGKILL")))
+            elif echoes:
+                tasks.append(self._ended(agent, lost_peer(agent.rank)))
+        await asyncio.gather(*tasks)
+        return now
+
+    async def cut(self, gone: Sequence[str]) -> float:
+        """The network of these nodes is cut: nothing of them arrives any more. When that was."""
+        for agent in self.agents.values():
+            agent.cut = agent.cut or agent.node in gone
+        return time.time()
+
+    async def finish(self) -> None:
+        """All ranks have trained their last step."""
+        outcome = {"outcome": {"status": "finished", "step": STEP + 1}}
+        await asyncio.gather(
+            *(self._ended(a, outcome) for a in self.agents.values() if a.rank is not None and not a.cut)
+        )
+
+    async def seen(self) -> dict[str, Any]:
+        """What this host has seen and sent since the last call."""
+        found = {
+            "joined": self.joined,
+            "orders": {n: (o.count, o.first, o.last, o.incident) for n, o in self.orders.items()},
+            "messages": dict(self.messages),
+            "bytes": dict(self.bytes),
+            "longest_beat_s": max(self.waits, default=0.0),
+        }
+        self.messages.clear()
+        self.waits.clear()
+        return found
+
+    async def store(self, node: str, method: str, *given: Any) -> Any:
+        """A call of a node's memory store."""
+        kept = self.kept.setdefault(node, Kept())
+        self._count(f"memory store: {method}", given, None)
+        if method == "link":
+            _, buddy, ranks, world = given
+            if buddy is not None and (tuple(ranks), world) != (kept.ranks, kept.world):
+                buddy.copy.remote(ranks)
+            kept.ranks, kept.world = tuple(ranks), world
+        elif method == "copy":
+            kept.buddy = tuple(given[0])
+        elif method == "inventory":
+            names = [shard(rank, kept.world) for rank in (*kept.ranks, *kept.buddy)]
+            return Inventory({(STEP, name): 1 for name in names}, [snapshot(kept.world)] if 0 in kept.ranks else [])
+        elif method == "fetch":
+            return []
+        return None
+
+    # --- inside
+
+    def _many(self, calls: Sequence[Any]) -> Any:
+        self.messages["messages"] += 1
+        return self.coordinator.many.remote(calls)
+
+    async def _call(self, agent: Agent, method: str, *given: Any) -> Any:
+        answer = await self.links[agent.node].call(method, self.group, *given)
+        self._count(method, given, answer)
+        return answer
+
+    def _count(self, method: str, given: Any, answer: Any) -> None:
+        self.messages[method] += 1
+        if method not in self.bytes or (answer and self.messages[method] < 3):
+            self.bytes[method] = len(pickle.dumps(given)) + len(pickle.dumps(answer))
+
+    async def _beat(self, agents: Sequence[Agent]) -> None:
+        """The beats of a node, which its relay merges: without the simulated agents' calls of the relay, to save their time."""
+        await asyncio.sleep(random.random() * self.beat_s)
+        calls = [["beat", self.group, agent.number] for agent in agents]
+        while not agents[0].cut:
+            asked = time.monotonic()
+            answer = await self._many(calls)
+            self.waits.append(time.monotonic() - asked)
+            self.messages["beat"] += len(calls)
+            self.bytes["beats of a node"] = len(pickle.dumps(calls)) + len(pickle.dumps(answer))
+            await asyncio.sleep(self.beat_s)
+
+    async def _follow(self, agent: Agent) -> None:
+        seen = 0
+        offer = {
+            "node": agent.node,
+            "local_rank": agent.local_rank,
+            "host": "10.0.0.1",
+            "port": 1,
+            "placement_group": "p",
+        }
+        while True:
+            order = await self._call(agent, "next", agent.number, seen, offer)
+            if agent.cut:
+                return
+            seen = order["number"]
+            if order["do"] == "leave":
+                self.left.set()
+                return
+            if order["do"] == "train":
+                self._train(agent, order)
+            elif order["do"] == "kill" and agent.rank is not None:
+                await self._ended(agent, died("SIGKILL"))
+
+    def _train(self, agent: Agent, order: Mapping[str, Any]) -> None:
+        agent.rank, agent.attempt = int(order["env"]["RANK"]), order["attempt"]
+        found = self.orders.setdefault(agent.attempt, Orders(first=time.time()))
+        found.count, found.last, found.incident = found.count + 1, time.time(), order["job"]["incident"]
+        if agent.rank == 0:
+            self.running.add(asyncio.create_task(self._records(agent, order)))
+
+    async def _records(self, agent: Agent, order: Mapping[str, Any]) -> None:
+        """Rank 0 sends the list of all ranks, and a step every second."""
+        attempt, world = agent.attempt, int(order["env"]["WORLD_SIZE"])
+        workers = [{"rank": r, "host": f"h{r // PER_NODE}", "node_ip": "10.0.0.1", "pid": 1} for r in range(world)]
+        events = [{"v": 1, "kind": "workers", "at": time.time(), "workers": workers}]
+        step, monitor = STEP, await self.coordinator.monitor.remote(self.group, attempt)
+        while agent.rank == 0 and agent.attempt == attempt:
+            step += 1
+            record = StepRecord(step, 1.0, 1e-3, 1.0, 1, 1.0, 0.0, world, attempt, "0").to_dict()
+            await monitor.push.remote([record], events)
+            self._count("push", ([record], events), None)
+            events = []
+            await asyncio.sleep(1.0)
+
+    async def _ended(self, agent: Agent, report: Mapping[str, Any]) -> None:
+        rank, agent.rank = agent.rank, None
+        await self._call(agent, "ended", rank, agent.attempt, {**report, "at": time.time(), "silent_s": 0.1})
+
+
+def died(how: str) -> dict[str, Any]:
+    """The report of a rank whose process was killed."""
+    return {"died": {"pid": 7, "node_ip": "10.0.0.1", "how": how, "starved": ""}}
+
+
+def lost_peer(rank: int) -> dict[str, Any]:
+    """The report of a rank that has lost a connection."""
+    facts = {"rank": rank, "type_name": "RuntimeError", "message": LOST_PEER, "traceback": TRACEBACK, "stage": ""}
+    return {"error": {**facts, "at": time.time(), "bases": ["RuntimeError"]}}
+
+
+def shard(rank: int, world: int) -> str:
+    """The name of a rank's shard of the snapshot."""
+    return Shard(rank, world, 1, f"{rank:032x}").name
+
+
+def snapshot(world: int) -> Copy:
+    """The manifest of the snapshot: one file of each rank, which only that rank reads, but the first, which all read."""
+    files = {shard(rank, world): 1 for rank in range(world)}
+    return Copy(STEP, 1, "MANIFEST-0001.json", world, files, frozenset([shard(0, world)]))
