@@ -15,14 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from raydist.data.batches import MASKED, MicroBatch, equal_parts
 from raydist.spec import JobSpec
+from raydist.worker.comm.tree import Fold, in_place
 from raydist.worker.dataloader import own_tokens, to_device
 from raydist.worker.distributed import Rank
 from raydist.worker.evaluation import evaluate
 from raydist.worker.model_transforms import prepare
+from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
+from raydist.worker.parts import Parts
 from tests.training import CONTEXT, GROUPED, MODEL, VARIANTS, Trainer, alone, counted, gather_parts, job, run, samples
 
 STEPS, MOST = 2, 16
@@ -217,6 +221,33 @@ def test_stages_change_no_bit(ranks: Any) -> None:
     spec = of_mesh("two stages a rank", "ddp")
     for got in run(ranks, train, 2, spec):
         check(got, reference(spec))
+
+
+def slices(rank: Rank, lengths: list[int], parts: int) -> tuple[list[bool], int]:
+    """Of buckets of so many numbers: whether the sum of each has the bits of the tree; and the bytes of the room."""
+    dealt, world = Parts(parts, rank.rank, rank.world_size), dist.group.WORLD
+    assert world is not None
+    summing = TreeAllReduce(dealt.tree, dealt.nodes_of_copies(), world, rank.device)
+    found = []
+    for length in lengths:
+        whole, own = Fold(dealt.tree, in_place), Fold(dealt.tree, in_place)
+        for term in range(parts):
+            value = torch.randn(length, generator=torch.Generator().manual_seed(term))
+            if term in dealt.own:
+                own.push((term, term + 1), value.clone())
+            whole.push((term, term + 1), value)
+        found.append((summing([value for _, value in own.nodes]), whole.nodes[0][1]))
+    return [torch.equal(done.wait(), expected) for done, expected in found], summing.room
+
+
+def test_a_bucket_in_slices(ranks: Any) -> None:
+    """Of ddp: each sum has the bits of the tree, with one and with several nodes a rank, in one slice, in two and in three, some of
+    uneven lengths; slices are exchanged in the room of one bucket, if each rank has one node."""
+    lengths = [5, 1_100_001, 2_200_003, 70_000]
+    for world, parts in ((3, 3), (3, 5)):
+        for equal, room in ranks.run(slices, world, lengths, parts):
+            assert equal == [True] * len(lengths)
+            assert parts != world or room <= 4 * (max(lengths) + 2 * world)
 
 
 COMPILED = {"train": {"compile": "blocks"}}

@@ -134,7 +134,7 @@ class Run:
     ) -> None:
         root.mkdir(exist_ok=True)
         self.root, self.dir = root, RunDir(root / "run")
-        self._ranks, self._dataset, self._strategy, self._model = ranks, dataset, strategy, model or {}
+        self._ranks, self._dataset, self.strategy, self._model = ranks, dataset, strategy, model or {}
         self.attempts, self.mesh, self._sections = 0, mesh, sections or {}
 
     def train(self, world: int = 2, until: int = STEPS, faults: Any = ()) -> str:
@@ -156,7 +156,7 @@ class Run:
             str(self.root),
             self.attempts,
             until,
-            self._strategy,
+            self.strategy,
             self._model,
             self.mesh,
             self._sections,
@@ -243,14 +243,6 @@ def test_another_world_size_trains_the_same_samples(
 PARTS = {"train": {"virtual_ranks": 4, "micro_batch": 1}, "data": {"pack": True}}
 
 
-@pytest.fixture(scope="module")
-def one_rank(ranks: Any, dataset: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of four virtual ranks on one, undisturbed: with experts whose biases move, dropout, packed documents and evaluation."""
-    run = Run(ranks, dataset, tmp_path_factory.mktemp("one"), "ddp", EXPERTS, PARTS)
-    assert run.train(1) == "finished"
-    return run
-
-
 FIFTY = 50
 
 
@@ -296,34 +288,31 @@ def test_fifty_steps_on_a_random_schedule_of_ranks(
     assert_same(changing, of_one(parts), FIFTY)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "mesh", "model"),
-    [
-        ("zero1", {"tensor": 2}, {}),
-        ("zero3", {"pipeline": 2}, {}),
-        ("zero2", {"context": 2}, {}),
-        ("ddp", {"expert": 2}, EXPERTS),
-    ],
-)
+@pytest.mark.parametrize(("axis", "parts"), [("tensor", 8), ("pipeline", 4), ("context", 4), ("expert", 8)])
 def test_virtual_ranks_have_the_same_bits_on_any_number_of_replicas(
-    ranks: Any,
-    dataset: str,
-    tmp_path: Path,
-    one_rank: Run,
-    strategy: str,
-    mesh: dict[str, int],
-    model: dict[str, Any],
+    ranks: Any, dataset: str, tmp_path: Path, of_one: Callable[[int], Run], axis: str, parts: int
 ) -> None:
-    """On the fewest replicas and undisturbed; and on two as many, which lose a rank, then as few, then more again. The samples are
-    those of one rank without a mesh."""
-    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", "ddp", model, PARTS, **mesh)
-    assert undisturbed.train(2) == "finished"
-    changing = Run(ranks, dataset, tmp_path / "changing", strategy, model, PARTS, **mesh)
-    changing.die([Kill(rank=3, step=5, phase="update").model_dump(mode="json")], guilty=3, world=4)
-    assert [changing.train(2, until=8), changing.train(4)] == ["paused", "finished"]
-    assert {row["world_size"] for row in changing.rows()} == {2, 4}
-    assert_same(changing, undisturbed)
-    assert [r["samples_hash"] for r in changing.rows()] == [r["samples_hash"] for r in one_rank.rows()]
+    """On two ranks that share each layer, stage, sequence or expert, by ddp and undisturbed; and on one to three times as many in a
+    random order, each time by another strategy from the checkpoint of the one before, through bad numbers and a kill. The samples
+    are those of one rank without a mesh."""
+    model, mesh = (EXPERTS if axis == "expert" else {}), {axis: 2}
+    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", "ddp", model, fifty(parts), **mesh)
+    assert undisturbed.train(2, until=FIFTY, faults=BAD) == "finished"
+    changing = Run(ranks, dataset, tmp_path / "changing", "ddp", model, fifty(parts), **mesh)
+    draw = random.Random(f"{axis} {parts}")
+    strategies = draw.sample(sorted(registry.names("parallel")), 5)
+    sizes = [2, 4, 4, 6 if parts == 8 else 2, draw.choice((2, 4))]
+    ends = [*sorted(draw.sample(range(3, FIFTY - 4), len(strategies) - 1)), FIFTY]
+    for strategy, world, end in zip(strategies, draw.sample(sizes, len(sizes)), ends, strict=True):
+        changing.strategy = strategy
+        assert changing.train(world, until=end, faults=BAD) == ("finished" if end == FIFTY else "paused")
+        if end == ends[-2]:
+            kill = Kill(rank=3, step=end + 2, phase="update")
+            changing.die([kill.model_dump(mode="json"), *BAD], guilty=3, world=4, until=FIFTY)
+    assert {row["world_size"] for row in changing.rows()} == set(sizes)
+    assert [event["step"] for event in changing.told("non_finite")] == [20]
+    assert_same(changing, undisturbed, FIFTY)
+    assert [r["samples_hash"] for r in changing.rows()] == [r["samples_hash"] for r in of_one(parts).rows()]
 
 
 @pytest.mark.parametrize(

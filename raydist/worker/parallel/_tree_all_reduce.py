@@ -7,14 +7,17 @@ Runs in: each train worker. Torch, never ray.
     across     (two_level) an all-reduce of the stretch with the ranks that have it elsewhere      lane 2
     gather     all ranks get all stretches                                                         lane 3
 
-So a rank sends as much as in a ring. All buckets share one buffer for what arrives, as large as the largest bucket if each rank has
-one node: the next exchange begins when the stretch is added up, while the one before is gathered. Each lane has a group.
+So a rank sends as much as in a ring. On CPU a large bucket is sent in slices: the next one is exchanged while one is added up and
+gathered, so that no link is idle while a rank waits for the last of its peers. All buckets share one buffer for what arrives, as
+large as the largest bucket if each rank has one node. Each lane has a group.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,9 @@ from raydist.worker.comm.compression.lane import Lane
 from raydist.worker.comm.groups import another
 from raydist.worker.comm.tree import Exchange, Node, Tree, room_for
 from raydist.worker.metrics import collective_counters
+
+SLICE = 4 << 20
+"""Bytes of a bucket that are sent at a time: smaller slices cost more processor time than the wait that they hide."""
 
 
 class TreeAllReduce:
@@ -68,28 +74,37 @@ class TreeAllReduce:
                 try:
                     task()
                 except Exception as error:  # of a lost peer, for example: raised where the sum is needed
-                    done.set_exception(error)  # type: ignore[arg-type]
+                    with suppress(RuntimeError):  # another slice has failed before
+                        done.set_exception(error)  # type: ignore[arg-type]
 
             self._lanes[lane].put(guarded)
 
         def exchange() -> None:
-            rows = self._exchange(nodes)
-            if across is None:
-                send(rows)
-            else:
-                put(1, lambda: add_across(rows, rows[group.rank()], across))
+            slices = list(zip(*(node.view(-1).tensor_split(self._slices(node.numel())) for node in nodes), strict=True))
+            last, begun = len(slices) - 1, [self._begin(slices, 0)]
+            for number, part in enumerate(slices):
+                if number < last:
+                    begun.append(self._begin(slices, number + 1))
+                rows = self._end(part[-1], begun.pop(0))
+                if across is None:
+                    send(part[-1], rows, number == last)
+                else:
+                    put(1, partial(add_across, part[-1], rows, across, number == last))
 
-        def add_across(rows: list[Tensor], mine: Tensor, across: dist.ProcessGroup) -> None:
+        def add_across(whole: Tensor, rows: list[Tensor], across: dist.ProcessGroup, last: bool) -> None:
+            mine = rows[group.rank()]
             if mine.numel():  # fewer numbers than ranks: some have none, here as elsewhere
                 dist.all_reduce(mine, group=across)
-            send(rows)
+            send(whole, rows, last)
 
-        def send(rows: list[Tensor]) -> None:
-            work = gloo_p2p.all_gather_rows(nodes[-1], rows, self._groups[1])
-            put(2, lambda: gather(work))
+        def send(whole: Tensor, rows: list[Tensor], last: bool) -> None:
+            work = gloo_p2p.all_gather_rows(whole, rows, self._groups[1])
+            put(2, lambda: gather(work, last))
 
-        def gather(work: gloo_p2p.Work) -> None:
+        def gather(work: gloo_p2p.Work, last: bool) -> None:
             work.wait()
+            if not last or done.done():  # a slice before has failed
+                return
             then()
             self._done_at = time.perf_counter()
             done.set_result(nodes[-1])
@@ -97,20 +112,29 @@ class TreeAllReduce:
         put(0, exchange)
         return done
 
-    def _exchange(self, nodes: Sequence[Tensor]) -> list[Tensor]:
-        """The stretches of the result, of which this rank's has the sum."""
-        group = self._groups[0]
-        into = nodes[-1].view(-1)
-        rows = list(into.tensor_split(group.size()))
-        sizes = [row.numel() for row in rows]
+    def _slices(self, numbers: int) -> int:
+        """Of a bucket, which are sent one by one. On CUDA a stream would send no slice before the one before is gathered."""
+        return 1 if self._device.type == "cuda" else max(-(-4 * numbers // SLICE), 1)
+
+    def _begin(self, slices: Sequence[Sequence[Tensor]], number: int) -> Exchange:
+        """Starts the exchange of a slice. The two that are under way have a half of the buffer each."""
+        group, nodes = self._groups[0], slices[number]
         if self._device.type == "cuda":
             for node in nodes:  # the caller drops it when the lane has only been told of it
                 node.record_stream(torch.cuda.current_stream(self._device))
-        needed = room_for(self._nodes, sizes[group.rank()])
+        sizes = [row.numel() for row in nodes[-1].tensor_split(group.size())]
+        half = room_for(self._nodes, -(-slices[0][-1].numel() // group.size()))
+        needed = half * min(len(slices), 2)
         if self._room.numel() < needed:
-            self._room = torch.empty(needed, dtype=into.dtype, device=self._device)
-        work = Exchange(self._tree, self._nodes, [node.view(-1) for node in nodes], sizes, self._room, group)
-        ((_, value),) = work.wait()
+            self._room = torch.empty(needed, dtype=nodes[-1].dtype, device=self._device)
+        room = self._room[number % 2 * half :][: room_for(self._nodes, sizes[group.rank()])]
+        return Exchange(self._tree, self._nodes, nodes, sizes, room, group)
+
+    def _end(self, whole: Tensor, exchange: Exchange) -> list[Tensor]:
+        """The stretches of a slice of the result, of which this rank's has the sum."""
+        group = self._groups[0]
+        rows = list(whole.tensor_split(group.size()))
+        ((_, value),) = exchange.wait()
         rows[group.rank()].copy_(value)
         return rows
 
@@ -122,10 +146,15 @@ class TreeAllReduce:
     def messages(self, numbers: int) -> list[tuple[str, int]]:
         """The collectives of a sum of so many numbers: (kind, numbers that this rank puts in)."""
         group = self._groups[0]
-        each, more = divmod(numbers, group.size())
-        mine = each + (group.rank() < more)
-        between = [("all_reduce", mine)] if self._across is not None else []
-        return [("all_to_all", numbers), *between, ("all_gather", numbers)]
+        between = ["all_reduce"] if self._across is not None else []
+        made: list[tuple[str, int]] = []
+        count = self._slices(numbers)
+        for number in range(count):
+            whole = numbers // count + (number < numbers % count)
+            each, more = divmod(whole, group.size())
+            mine = each + (group.rank() < more)
+            made += [("all_to_all", whole), *((kind, mine) for kind in between), ("all_gather", whole)]
+        return made
 
     def finish(self) -> None:
         """After the last backward of a step, when all has arrived: counts the time in which the caller had nothing left to do."""
