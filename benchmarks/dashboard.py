@@ -100,6 +100,16 @@ def train(run: RunDir, stop: threading.Event) -> None:
     log.close()
 
 
+def opened(client: Client, name: str, path: str, server: psutil.Process) -> dict[str, Any]:
+    """What a page takes, opened first and later."""
+    found: dict[str, Any] = {}
+    for when in ("first", "later"):
+        used = _cpu(server)
+        wall, body = client.get(path)
+        found[f"{name}_{when}"] = {"wall_s": round(wall, 3), "cpu_s": round(_cpu(server) - used, 2)}
+    return found | {f"{name}_kb": round(len(body.encode()) / 1000)}
+
+
 def viewers(url: str, path: str, count: int, seconds: float, server: psutil.Process) -> dict[str, Any]:
     """Share of a core that the server takes, and bytes per second and viewer."""
     clients = [Client(url) for _ in range(count)]
@@ -149,14 +159,11 @@ def main() -> None:
         try:
             url, server = process.stdout.readline().strip(), psutil.Process(process.pid)
             client = Client(url)
-            for name, path in (("list", "/"), ("large", "/run/0/large")):
-                for when in ("first", "later"):
-                    used = _cpu(server)
-                    wall, body = client.get(path)
-                    result[f"{name}_{when}"] = {"wall_s": round(wall, 3), "cpu_s": round(_cpu(server) - used, 2)}
-                result[f"{name}_kb"] = round(len(body.encode()) / 1000)
+            result |= opened(client, "list", "/", server)
             result["alone"] = viewers(url, "/run/0/live", 1, options.seconds, server)
             result["together"] = viewers(url, "/run/0/live", options.viewers, options.seconds, server)
+            # Last: the server then examines its telemetry in the background, for a minute.
+            result |= opened(client, "large", "/run/0/large", server)
         finally:
             stop.set()
             trainer.join()
