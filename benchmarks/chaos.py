@@ -118,6 +118,7 @@ KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.FlipBit(rank=rank, step=step),
 ]
 OF_A_PRIVATE_RAY: list[Callable[[int, int], Fault]] = [
+    lambda rank, step: faults.DriverClockJump(step=step, seconds=3600.0 if step % 2 else -3600.0),
     *(
         lambda rank, step, process=process: faults.SuspendProcess(rank=rank, step=step, process=process, seconds=5.0)
         for process in ("monitor", "coordinator", "raylet", "gcs")
@@ -201,6 +202,7 @@ class Net:
         while not self._ended.wait(0.3):
             if cut is not None and time.monotonic() > healed:
                 self.hosts.heal(cut)
+                self.hosts.undeafen(cut)
                 cut = None
             self._take_drained()
             living = self.cluster.node_ids()
@@ -210,8 +212,10 @@ class Net:
             if cut is None and self.watched is not None and self.cuts and self._step() >= self.cuts[0]:
                 told = [e for e in read_events(self.watched) if e.kind == "workers"][-1].data["workers"]
                 cut = next(host for host in self.nodes if host.name == told[-1]["host"])
-                self.cut.append({"fault": "cut_network", "rank": told[-1]["rank"], "step": self.cuts.pop(0)})
-                self.hosts.cut(cut)
+                deaf = len(self.cut) % 2 == 1
+                name = "deafen_host" if deaf else "cut_network"
+                self.cut.append({"fault": name, "rank": told[-1]["rank"], "step": self.cuts.pop(0)})
+                (self.hosts.deafen if deaf else self.hosts.cut)(cut)
                 healed = time.monotonic() + CUT_S
 
     def _take_drained(self) -> None:
@@ -357,7 +361,7 @@ def main() -> None:
         count = max(4 if of_hosts else 3, int(options.seconds / (COST_S + APART * pace)))
         steps = APART * (count + 1)
         rng = random.Random(options.seed)
-        # On hosts every second fault is a node fault: killed, drained, or its network is cut.
+        # On hosts every second fault is a node fault: killed, drained, or its network is cut, every second time in one direction.
         of_nodes = [*OF_NODES, None]
         chosen: list[Fault] = []
         cuts: list[int] = []

@@ -287,6 +287,10 @@ class Storage:
         info = self._info(name)
         return int(info.size) if info.type == self._type.File else None
 
+    def is_folder(self) -> bool:
+        """Whether it is there, and a folder."""
+        return bool(self._info("").type == self._type.Directory)
+
     def exists(self, name: str = "") -> bool:
         """Whether there is a file or a folder of that name."""
         return bool(self._info(name).type != self._type.NotFound)

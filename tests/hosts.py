@@ -341,6 +341,18 @@ class Hosts:
             a._see(b, _NOBODY)
             b._see(a, _NOBODY)
 
+    def deafen(self, host: Host) -> None:
+        """No packet reaches the host any more; what it sends arrives. As with `cut` nothing is closed or reset."""
+        for other in self:
+            if other is not host:
+                other._see(host, _NOBODY)
+
+    def undeafen(self, host: Host) -> None:
+        """Undoes `deafen`."""
+        for other in self:
+            if other is not host:
+                other._see(host, host.mac)
+
     def heal(self, a: Host, b: Host | None = None) -> None:
         """Undoes `cut` of the same hosts."""
         if b is None:

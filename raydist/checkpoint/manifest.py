@@ -2,8 +2,8 @@
 
 Runs anywhere: plain python, no torch. The driver and the command line read checkpoints through it.
 
-MANIFEST-<attempt>.json is written atomically and last. It contains its own hash, and is read only if it is byte for byte the
-canonical form of its content: a flipped byte in the manifest is found like one in a shard.
+MANIFEST-<attempt>.json is written atomically and last. It ends with the hash of all bytes before: a flipped byte in the manifest is
+found like one in a shard.
 
     version 1   has no `mesh`: all ranks were data parallel
     version 2   `mesh`: the axes of the ranks that saved it, and their sizes
@@ -102,22 +102,20 @@ class Manifest:
             name: [t.dtype, t.shape, [[c.offsets, c.sizes, c.file, c.start, c.length] for c in t.chunks]]
             for name, t in self.tensors.items()
         }
-        return canonical({**body, "xxh3": xxhash.xxh3_128_hexdigest(canonical(body))})
+        return _signed(canonical(body))
 
     @classmethod
     def loads(cls, data: bytes) -> Manifest:
         """The inverse of `dumps`. Raises ValueError, with the reason, for anything that `dumps` did not write; CheckpointTooNew for
         a version that this raydist does not know.
         """
+        signed = data[:-_HASH_BYTES] + b"}"
+        if _signed(signed) != data:
+            raise ValueError("does not end with the hash of its bytes")
         try:
-            body = parse_json(data)
+            body = parse_json(signed)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError("is not JSON") from error
-        if not isinstance(body, dict) or canonical(body) != data:
-            raise ValueError("is not in canonical form")
-        claimed = body.pop("xxh3", None)
-        if claimed != xxhash.xxh3_128_hexdigest(canonical(body)):
-            raise ValueError("does not have the hash that it claims")
         if body.get("version") not in range(1, VERSION + 1):
             raise CheckpointTooNew(
                 f"has version {body.get('version')!r:.40}; this raydist reads versions 1 to {VERSION}",
@@ -183,6 +181,14 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
+def _signed(text: bytes) -> bytes:
+    """A JSON object with its own hash as its last member."""
+    return b'%s,"xxh3":"%s"}' % (text[:-1], xxhash.xxh3_128_hexdigest(text).encode())
+
+
+_HASH_BYTES = len(_signed(b"{}")) - len(b"{")
+
+
 def path(step: int, name: str) -> str:
     """A checkpoint's file, relative to the run's folder."""
     return f"{step_folder(step)}/{name}"
@@ -193,6 +199,11 @@ def read(run: RunDir, step: int, name: str | None = None) -> Manifest:
 
     Raises CheckpointNotFound if that step is not committed, CheckpointCorrupt or CheckpointTooNew naming the file.
     """
+    return read_with_text(run, step, name)[0]
+
+
+def read_with_text(run: RunDir, step: int, name: str | None = None) -> tuple[Manifest, str]:
+    """`read`, and what `loads` makes it from: with 10,000 ranks it takes half a second to write it anew."""
     name = name or run.manifest(step)
     try:
         if name is None:
@@ -211,7 +222,10 @@ def read(run: RunDir, step: int, name: str | None = None) -> Manifest:
     except ValueError as error:
         raise CheckpointCorrupt(f"{run.uri}/{path(step, name)}: {error}", _MENDING) from error
     late = None if found.eval_loss is not None else _late_eval(run.storage, step)
-    return replace(found, eval_loss=late) if late is not None else found
+    if late is not None:
+        found = replace(found, eval_loss=late)
+        data = found.dumps()
+    return found, data.decode()
 
 
 def no_checkpoint(run: RunDir, step: int, committed: Sequence[int]) -> CheckpointNotFound:

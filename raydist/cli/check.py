@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ import typer
 from raydist.cli import options
 from raydist.cli.output import measurement_interrupted
 from raydist.cli.place import where
+from raydist.errors import StorageError, UsageError
 from raydist.run.directory import default_storage
 from raydist.storage import Storage
 
@@ -49,7 +51,7 @@ def check(
     from raydist.cluster.session import open_session
 
     job = _job(spec, overrides or [])
-    home = Storage(storage or default_storage())
+    home = _writable(Storage(storage or default_storage()))
     with (
         tempfile.TemporaryDirectory(prefix="raydist-logs-") as logs,
         open_session(where(address), env=worker_env(job), log_dir=Path(logs)) as session,
@@ -65,6 +67,17 @@ def check(
         show(result)
     if result["slow"] or result["differs"]:
         raise typer.Exit(3)
+
+
+def _writable(home: Storage) -> Storage:
+    """Raises UsageError if it is not, before anything is started: so exit code 3 means a slow node."""
+    mark = f".check-{uuid.uuid4().hex[:8]}"
+    try:
+        home.write(mark, b"")
+        home.delete(mark)
+    except StorageError as error:
+        raise UsageError(error.message, "give a --storage that can be written") from error
+    return home
 
 
 def _job(spec: Path | None, overrides: list[str]) -> JobSpec:

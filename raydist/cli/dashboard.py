@@ -49,13 +49,14 @@ def dashboard(
     from raydist.run.storage_choice import choose
     from raydist.storage import Storage
 
+    if not host:
+        raise UsageError("--host: is empty", "give an address of this host; 0.0.0.0 is all of them")
     choices = [choose(given) for given in storages] if storages else [choose()]
     homes = [Storage(choice.uri) for choice in choices]
     for home, choice in zip(homes, choices, strict=True):
-        if not home.exists():
-            raise UsageError(
-                f"storage {home.uri} ({choice.because}) does not exist", "name a folder or URI that holds runs"
-            )
+        if not home.is_folder():
+            what = "is no folder" if home.exists() else "does not exist"
+            raise UsageError(f"storage {home.uri} ({choice.because}) {what}", "name a folder or URI that holds runs")
     with listener(host, port) as listening:
         door = Door(host, listening.getsockname()[1], acts=allow_actions)
 

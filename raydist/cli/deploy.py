@@ -6,12 +6,13 @@ Runs in: the user's shell. Starts nothing, and imports neither ray nor torch.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raydist.cli import options
+from raydist.cli import options, output
 from raydist.errors import UsageError
 from raydist.redact import redact
 from raydist.run.directory import check_name
@@ -78,6 +79,7 @@ def kuberay(
             f"{spec}: contains secrets, and everyone who reads the manifest would see them",
             "put them into a Secret, and give --env-secret NAME",
         )
+    _check_secrets([storage])
     _found_in_pods(job)
     wishes = Wishes(
         image,
@@ -116,7 +118,7 @@ def slurm(
 
     job = _job(spec, overrides)
     run = check_name(name or job.name)
-    train = _train(spec, overrides, run) + (["--storage", storage] if storage else [])
+    train = _train(spec, overrides, run, *(["--storage", storage] if storage else []))
     wishes = Wishes(train, Path.cwd(), Path(sys.executable).parent, time, partition, account, sbatch or ())
     _give(script(job, run, wishes), out, f"{run}.sbatch")
 
@@ -142,15 +144,20 @@ def _job(spec: Path, overrides: list[str] | None) -> JobSpec:
     return load(spec, overrides or [])
 
 
-def _train(spec: Path, overrides: list[str] | None, run: str) -> list[str]:
+def _train(spec: Path, overrides: list[str] | None, run: str, *more: str) -> list[str]:
     """The arguments of `raydist train`."""
-    words = [str(spec), *(word for text in overrides or [] for word in ("--set", text)), "--name", run]
+    words = [str(spec), *(word for text in overrides or [] for word in ("--set", text)), "--name", run, *more]
+    _check_secrets(words)
+    return words
+
+
+def _check_secrets(words: Sequence[str]) -> None:
+    """Raises UsageError for secrets, as in a URI."""
     if secret := [redact(word) for word in words if redact(word) != word]:
         raise UsageError(
             f"{', '.join(secret)}: contains secrets, which would be in the file",
             "leave them out, and give them in the environment",
         )
-    return words
 
 
 def _found_in_pods(job: JobSpec) -> None:
@@ -167,6 +174,10 @@ def _give(text: str, out: Path | None, name: str) -> None:
     if out is None:
         print(text, end="")
         return
-    out.mkdir(parents=True, exist_ok=True)
-    (out / name).write_text(text, encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"--out {out}: cannot be made: {why}", "give a folder") from None
+    output.write(out / name, text)
     print(out / name)

@@ -23,6 +23,7 @@ from raydist.checkpoint import huggingface
 from raydist.checkpoint.memory_layout import SHM
 from raydist.cluster import node_facts, nodes
 from raydist.cluster.session import Session
+from raydist.data import tokenizers
 from raydist.errors import PreflightError, RaydistError, UserError
 from raydist.run.lease import SKEW_S
 from raydist.spec import JobSpec, lora
@@ -45,7 +46,7 @@ def gpus_per_worker(spec: JobSpec, resources: Mapping[str, float]) -> float:
 def check_early(spec: JobSpec, *, local: bool) -> None:
     """Checks that need neither Ray nor the data. `local`: the job will train on this host.
 
-    Raises PreflightError, and UserError for the weights of `model.hf`.
+    Raises PreflightError; UserError for the weights of `model.hf`, and for a tokenizer that has more ids than they have rows.
     """
     found = host_gpus() if local else None
     asked = spec.cluster.gpus_per_worker
@@ -60,7 +61,10 @@ def check_early(spec: JobSpec, *, local: bool) -> None:
     if problems:
         raise PreflightError("\n".join(problems))
     if spec.model.hf is not None:
-        format, rows = huggingface.format_for(spec.model), spec.model.rows(0)
+        format, ids = huggingface.format_for(spec.model), 0  # those of a prepared dataset are in it
+        if spec.data.path is None:
+            ids = tokenizers.vocabulary(spec.data.tokenizer) or tokenizers.load(spec.data.tokenizer).vocab_size
+        rows = spec.model.rows(ids)
         shapes = format.shapes(spec.model, rows)
         huggingface.check(Path(spec.model.hf), spec.model, format, shapes)
         if spec.model.lora is not None:

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from raydist.launch.oom_detector import MemoryWatch
+
 LOOK_S = 0.25
 GCS_S = 5.0
 MONITOR_S = 10.0
@@ -25,6 +27,7 @@ ZYGOTE = "zygote"
 """The process from which Ray's workers are forked. If it exits, Ray starts workers as it does by itself."""
 _EXITED = ("", "Z", "X")
 _EXIT_LOOK_S = 0.01
+_KILLED = ", killed by SIGKILL"
 _ACTORS = {"ray::Coordinator": "coordinator", "ray::RunMonitor": "monitor", "ray::WarmMonitor": "monitor"}
 
 
@@ -34,6 +37,7 @@ class PrivateHead:
 
     def __init__(self, address: str, processes: Mapping[str, int]) -> None:
         self.address, self._processes = address, dict(processes)
+        self._memory = {pid: MemoryWatch(pid) for name, pid in processes.items() if name != ZYGOTE}
         self._well = time.monotonic()
         self._stopped: dict[tuple[str, int], float] = {}
         """(name, pid) -> since when it has been stopped."""
@@ -89,9 +93,12 @@ class PrivateHead:
     def _look(self, now: float) -> None:
         for name, pid in self._processes.items():
             if not self._dead and name != ZYGOTE and _state(pid) in _EXITED and (how := _how(pid)) is not None:
-                self._dead = f"Ray's {name} (process {pid}) has exited{how}"
+                starved = self._memory[pid].why() if how == _KILLED else ""
+                self._dead = f"Ray's {name} (process {pid}) has exited{how}{starved and f': {starved}'}"
         if self._dead:
             return
+        for memory in self._memory.values():
+            memory.look()
         parents = [pid for name, pid in self._processes.items() if name != "GCS"]
         watched = [*self._processes.items(), *(actor for pid in parents for actor in _actors(pid))]
         self._monitors = [pid for name, pid in watched if name == "monitor"]

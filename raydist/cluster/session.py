@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from raydist.checkpoint.memory_layout import SHM
 from raydist.cluster import authentication, head_monitor, package, private_head, ray_output, ray_worker
 from raydist.cluster.head_monitor import speaks_grpc
 from raydist.errors import ClusterUnreachable, UserError
@@ -169,6 +170,11 @@ def _disable_auto_init() -> None:
 def _private(
     env: Mapping[str, str], log_dir: Path, metrics_port: int | None, ranks: Mapping[str, str] | None
 ) -> Iterator[Session]:
+    if not SHM.is_dir():
+        raise UserError(
+            f"{SHM} does not exist here, and Ray keeps its objects there",
+            f"mount it: mount -t tmpfs tmpfs {SHM} (docker and compose have it by default; --shm-size is its size)",
+        )
     no_metrics = _NO_METRICS if metrics_port is None else {}
     variables = {**_PRIVATE_RAY, **no_metrics, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _TOKEN, **env}
     with contextlib.ExitStack() as stack:
@@ -230,11 +236,12 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     # Inside `ray job submit` both the job and we set variables: ours take precedence, the job's working_dir stays.
     variables = {**_DRIVER, "RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}
-    with _environment({**authentication.token_mode(), **variables}):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment(variables))
         import ray
 
+        stack.enter_context(_environment(authentication.check_head(address)))
         authentication.reread()
-        authentication.check_head(address)
         with tempfile.TemporaryDirectory(prefix="raydist-package-") as folder:
             if working_dir is not None and not in_job:
                 archive = Path(folder) / "package.zip"

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from raydist.deploy.nodes import Nodes
+from raydist.errors import UsageError
 from raydist.spec import JobSpec
 
 _GCS, _WORK, _RUNS, _TOKEN, _JOIN_S = 6379, "/work", "/runs", "RAY_AUTH_TOKEN", 120
@@ -20,7 +21,9 @@ _GCS, _WORK, _RUNS, _TOKEN, _JOIN_S = 6379, "/work", "/runs", "RAY_AUTH_TOKEN", 
 
 def compose(job: JobSpec, image: str, train: Sequence[str]) -> str:
     """The text of compose.yaml. `train`: the arguments of `raydist train`, relative to the folder with the file. Raises UserError
-    as `Nodes.of` does."""
+    as `Nodes.of` does, and UsageError for an image without a name."""
+    if not image or any(each.isspace() for each in image):
+        raise UsageError(f"--image {image!r}: is no name of an image", "write --image registry/raydist:1.0")
     has = job.cluster.resources
     here = has.model_copy(update={"nodes": 2, "cpus": None, "gpus": has.gpus or 0})
     nodes = Nodes.of(job.model_copy(update={"cluster": job.cluster.model_copy(update={"resources": here})}))

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.alias_generators import to_camel
 
 DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)]
+Word = Annotated[str, StringConstraints(pattern=r"^\S+$")]
 Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9.]+(m|[KMGT]i?)?$")]
 
 
@@ -26,7 +27,7 @@ class Meta(Api):
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=47)] | None = None
     namespace: DnsLabel | None = None
-    annotations: dict[str, str] | None = None
+    annotations: dict[str, Word] | None = None
 
 
 class Reference(Api):
@@ -126,7 +127,7 @@ class Container(Api):
     """A container of a pod."""
 
     name: DnsLabel
-    image: str
+    image: Word
     env_from: list[EnvFrom] | None = None
     resources: Resources
     volume_mounts: list[Mount]
@@ -155,7 +156,7 @@ class PodSpec(Api):
     containers: Annotated[list[Container], Field(min_length=1)]
     volumes: list[Volume]
     security_context: PodSecurity | None = None
-    node_selector: dict[str, str] | None = None
+    node_selector: dict[Word, str] | None = None
     tolerations: list[Toleration] | None = None
     termination_grace_period_seconds: Annotated[int, Field(ge=1)]
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from raydist.diagnosis._symptoms import all_wait, figure, slow_ranks
-from raydist.diagnosis._window import Window
+from raydist.diagnosis._window import Window, median_of
+from raydist.diagnosis.slow_loader import WAITS
 from raydist.records import Finding
 
 CAUSE = "the data of all ranks comes too slowly"
-LOOKS = "the least share of time that any rank waits for data"
-COLUMNS = ("disk_read_bytes",)
+LOOKS = (
+    "the least share of time that any rank waits for data, and for how much of their time its loaders wait themselves"
+)
+COLUMNS = ("loader_seconds", "loader_waited_seconds")
 THRESHOLDS = {
     "data": ("0.2 of the time, on every rank", "the target is 0.05 (`raydist profile`); a fifth is worth a change")
 }
@@ -26,18 +29,33 @@ def check(window: Window) -> Iterator[Finding]:
     if waits < SHARE or slow_ranks(window, "slow_data"):
         return
     prefetch = window.setting("data.prefetch")
+    made, waited = (window.recent("rank", f"loader_{name}") for name in ("seconds", "waited_seconds"))
+    share = median_of(waited[made > 0] / made[made > 0])  # NaN: not recorded
+    more = "raise data.prefetch" + (f" (now {prefetch})" if prefetch is not None else "")
+    if share >= WAITS:
+        cause = f"the loaders wait for {share:.0%} of their time: for storage"
+        remedy = f"move the data closer, or {more}"
+    elif share < WAITS:
+        cause = f"the loaders compute for {1 - share:.0%} of their time"
+        remedy = "prepare the data ahead (`raydist data prepare`)"
+    else:
+        cause = "the loaders of all ranks do not deliver in time"
+        remedy = f"prepare the data ahead (`raydist data prepare`), {more}, or move the data closer"
     yield Finding(
         rule="data_bound",
         rank=None,
         severity="warning",
         what=f"every rank waits at least {waits:.0%} of the time for data",
         figures={"data": waits},
-        remedy="prepare the data ahead (`raydist data prepare`), raise data.prefetch"
-        + (f" (now {prefetch})" if prefetch is not None else "")
-        + ", or move the data closer",
-        cause="the loaders of all ranks do not deliver in time",
+        remedy=remedy,
+        cause=cause,
         culprit={"setting": "data.prefetch"},
-        evidence=[figure("least share of time waiting for data", waits, "telemetry: data_seconds")],
+        evidence=[
+            figure("least share of time waiting for data", waits, "telemetry: data_seconds"),
+            figure(
+                "share of its time in which a loader waits", share, "rank: /proc/thread-self/schedstat of the loader"
+            ),
+        ],
         others=[{"cause": "one rank's loader is slow", "against": "all ranks wait alike"}],
         confidence=0.8,
         lost=waits,

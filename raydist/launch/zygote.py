@@ -109,11 +109,9 @@ def fork(end: socket.socket, env: Mapping[str, str], preload: Sequence[str], nam
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     order = {"env": dict(env), "cwd": os.getcwd(), "path": sys.path}
     try:
-        connection.connect(known["path"])
-        if peer_uid(connection) != os.getuid():
-            raise PermissionError("the zygote is another user's")
+        connect(connection, known["path"])
         socket.send_fds(connection, [json.dumps(order).encode()], [end.fileno(), 1, 2])
-    except OSError:  # it was killed, it is another user's, or the message is too large
+    except OSError:  # it was killed, another user has its name, or the message is too large
         connection.close()
         return None
     return Forked(connection)
@@ -150,6 +148,18 @@ def main(listener_fd: int, owner_fd: int, serve: str, preload: Sequence[str]) ->
                 with connection, contextlib.suppress(OSError):  # the requester has exited
                     if peer_uid(connection) == os.getuid():
                         _answer(connection, [listener, owner], lambda fd: server(fd, failure))
+
+
+def connect(connection: socket.socket, address: str) -> None:
+    """Connects to a process of this user. Raises OSError if there is none.
+
+    Never waits: another user may have taken an abstract name, and accept no connection.
+    """
+    connection.setblocking(False)
+    connection.connect(address)
+    connection.setblocking(True)
+    if peer_uid(connection) != os.getuid():
+        raise PermissionError(f"{address!r} is another user's")
 
 
 def peer_uid(connection: socket.socket) -> int:

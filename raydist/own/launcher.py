@@ -16,21 +16,25 @@ _LAUNCHERS = (
 )
 """SLURM_STEP_NUM_TASKS, because a batch script outside any srun has SLURM_PROCID and SLURM_NTASKS, too."""
 
-_met: list[Store] = []
-"""The store of this process's sessions: the port of the first one is in use as long as the process runs."""
+_met: list[tuple[Store, bytes]] = []
+"""The store of this process's sessions, and the secret of its ranks: the port is in use as long as the process runs, and the
+secret is no longer in the environment."""
 _sessions = 0
 
 
-def store(environment: Mapping[str, str], timeout_s: float) -> Store | None:
-    """Where the ranks of the next session meet, apart from those of the sessions before it; None for a single rank. Every rank."""
+def store(environment: Mapping[str, str], timeout_s: float) -> tuple[Store, bytes] | None:
+    """Where the ranks of the next session meet, apart from those of the sessions before it, and the secret that each must know;
+    None for a single rank. Every rank. Raises RankRefused."""
     global _sessions
     world = int(environment.get("WORLD_SIZE", "1"))
     if world == 1:
         return None
     if not _met:
-        _met.append(rendezvous.meet(int(environment["RANK"]), world, timedelta(seconds=timeout_s), b""))
+        secret = rendezvous.take_secret()
+        _met.append((rendezvous.meet(int(environment["RANK"]), world, timedelta(seconds=timeout_s), secret), secret))
     _sessions += 1
-    return PrefixStore(f"session {_sessions}", _met[0])
+    store, secret = _met[0]
+    return PrefixStore(f"session {_sessions}", store), secret
 
 
 def translate(environment: MutableMapping[str, str]) -> None:

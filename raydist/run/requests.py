@@ -15,13 +15,14 @@ If the requester was killed, its request expires at its deadline, and the next r
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal, cast
 
-from raydist.parsing import parse_json
+from raydist.parsing import LINE_BYTES, NAME, parse_json
 from raydist.records import Event
 from raydist.run.directory import REQUESTS, TRACES, RunDir
 
@@ -29,7 +30,8 @@ What = Literal["trace", "checkpoint"]
 VERSION = 1
 MOST_STEPS = 100
 """Maximum number of steps: a larger trace cannot be opened by viewers, and needs too much memory in the rank."""
-_REQUEST = re.compile(r"(trace|checkpoint)-(\d+)\.json")
+_REQUEST = re.compile(r"(trace|checkpoint)-(\d{1,15})\.json")
+"""So many digits, because ranks agree on a trace's number in a sum of float64."""
 _PART = re.compile(r"rank-(\d+)-of-(\d+)\.json\.gz")
 
 
@@ -145,12 +147,16 @@ def _requests(run: RunDir) -> list[Request]:
         if match := _REQUEST.fullmatch(_name(name)):
             what = cast(What, match[1])
             try:
-                body: dict[str, Any] = parse_json(run.storage.read(name))
+                body: dict[str, Any] = parse_json(run.storage.read(name), LINE_BYTES)
                 steps = int(body["steps"]) if what == "trace" else 0
                 at, until = float(body["at"]), float(body["until"])
-                found.append(Request(what, int(body[what]), at, until, str(body.get("by", "")), steps))
-            except (FileNotFoundError, ValueError, KeyError, TypeError):
-                continue  # withdrawn in the meantime, or of another version
+                if (what == "trace" and not 1 <= steps <= MOST_STEPS) or not (
+                    math.isfinite(at) and math.isfinite(until)
+                ):
+                    continue
+                found.append(Request(what, int(match[2]), at, until, str(body.get("by", ""))[:NAME], steps))
+            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+                continue  # withdrawn in the meantime, of another version, or damaged
     return sorted(found, key=lambda request: (request.what, request.number))
 
 

@@ -230,6 +230,8 @@ def named_files(layers: Sequence[Layer]) -> list[tuple[str, str, Path]]:
 
 def read_yaml(path: Path, by: str = "", examples: str = "`raydist init` writes examples") -> Any:
     """The content of a YAML file. `by`: the file that names it; `examples`: where to find some. Raises SpecError."""
+    if path.suffix == ".py":
+        raise SpecError(f"{path}: is a Python script{by}; `raydist run {path}` trains with one")
     try:
         return parse_yaml(read_text(path, JOB_BYTES), JobLoader)
     except FileNotFoundError:

@@ -102,7 +102,9 @@ class ModelSpec(PartWithNewFields):
             field = "model.vocab_size" if self.vocab_size else "model.options: vocab_size of the config"
             raise UserError(
                 f"{field}: {size}: the tokenizer of the data has {tokenizer} ids",
-                f"set data.tokenizer: {self.hf}/tokenizer.json" if self.hf else "leave it out, or set it higher",
+                f"set data.tokenizer to that of the weights, if it is not: {self.hf}/tokenizer.json"
+                if self.hf
+                else "leave it out, or set it higher",
             )
         return size or tokenizer
 

@@ -100,14 +100,15 @@ def start(
     threads: int | None,
     timeout_s: float,
     node_ip: str | None = None,
-    store: Store | None = None,
+    met: tuple[Store, bytes] | None = None,
 ) -> Rank:
     """Makes this process a rank of the group that its environment describes, or a single rank if it describes none.
 
     `threads`: of torch, on the CPU. `timeout_s`: limit of each collective. If the environment has the attempt's secret, each rank
-    proves that it knows it: see comm/rendezvous.py. Raises RankRefused if one does not. `store`: where the ranks meet, if another.
+    proves that it knows it: see comm/rendezvous.py. Raises RankRefused if one does not. `met`: the store where the ranks have met,
+    and their secret, in place of the environment's.
     """
-    secret = rendezvous.take_secret()
+    secret = rendezvous.take_secret() if met is None else met[1]
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = choose_device(local_rank, gpus)
@@ -126,7 +127,7 @@ def start(
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
             backend.value,
-            store=store or rendezvous.meet(rank, world, timeout, secret),
+            store=met[0] if met is not None else rendezvous.meet(rank, world, timeout, secret),
             rank=rank,
             world_size=world,
             timeout=timeout,

@@ -26,6 +26,7 @@ _KEPT = (
     "mm",
     "addmm",
     "bmm",
+    "_grouped_mm",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",

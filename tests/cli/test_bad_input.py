@@ -47,6 +47,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "cut.jsonl": '{"text": "a"}\n{"text": "b"\n',
         "column.jsonl": '{"text": "a"}\n{"tex": "b"}\n',
         "deep.jsonl": '{"text": ' + "[" * 100_000 + "\n",
+        "null.py": "a = 1\0",
+        "nested.py": "x = " + "-" * 200_000 + "1\n",
+        "sized.yaml": yaml.safe_dump(
+            {
+                **job,
+                "data": {"source": "/x.txt"},
+                "cluster": {"resources": {"nodes": 1, "cpus": 4, "gpus": 0, "memory_gib": 8}},
+            }
+        ),
+        "slow_data.yaml": "- {fault: slow_data, rank: 0, step: 1, seconds: 1}\n",
+        "ok.py": "pass\n",
         "bad_import.py": "raise RuntimeError('at import')\n",
         "bad_syntax.py": "def x(:\n",
         "bad_need.py": "import no_such_library\n",
@@ -55,6 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, content in files.items():
         (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     (root / "dir.yaml").mkdir()
+    os.mkfifo(root / "fifo")
     return root
 
 
@@ -126,6 +138,47 @@ COMMANDS = {
     "bench comm --min-bytes x": "write 4MiB",
     "bench comm --workers 1": "--workers",
     "trace x --steps -1": "--steps",
+    "run nosuch.py": "No such file",
+    "run dir.yaml": "Is a directory",
+    "run fifo": "is not a regular file",
+    "run /dev/zero": "is not a regular file",
+    "run bad_syntax.py": "line 1",
+    "run null.py": "null",
+    "run binary.yaml": "binary.yaml: source code string cannot contain null bytes",
+    "run nested.py": "nested too deeply",
+    "run ok.py --name a/b": "run name 'a/b'",
+    "run ok.py --workers 0": "--workers",
+    "run ok.py --cpus nan": "--cpus nan: is not a number",
+    "run ok.py --set nosuch.x=1": "is not a field of a script's job",
+    "run ok.py --faults slow_data.yaml": "is for raydist's own loader",
+    "run ok.py --storage good.txt": "cannot be stored",
+    "run ok.py --address 127.0.0.1:1": "Connection refused",
+    "run /bin/true --address 127.0.0.1:1": "/bin/true",
+    "checkpoint now nosuch": "nosuch",
+    "checkpoint now nosuch --timeout nan": "--timeout",
+    "dashboard nosuch --allow-actions": "does not exist",
+    "dashboard good.txt --allow-actions": "is no folder",
+    "dashboard . --host ''": "--host: is empty",
+    "dashboard . --host nosuch.invalid --port 0": "cannot listen there",
+    "deploy kuberay job.yaml": "--image",
+    "deploy kuberay sized.yaml --image 'a b' --storage s3://b": "image: 'a b' is refused",
+    "deploy kuberay sized.yaml --image i --storage runs": "no other pod would see it",
+    "deploy kuberay sized.yaml --image i --storage s3://b --claim x": "is not NAME:/PATH",
+    "deploy kuberay sized.yaml --image i --storage s3://b --node-selector 'a b=x'": "'a b' is refused",
+    "deploy kuberay sized.yaml --image i --storage s3://b --network 'a b'": "'a b' is refused",
+    "deploy kuberay sized.yaml --image i --storage s3://me:secret@b": "contains secrets",
+    "deploy slurm job.yaml": "cluster.resources",
+    "deploy slurm sized.yaml --time '1 2'": "is not an option of sbatch",
+    "deploy slurm sized.yaml --storage s3://me:secret@b": "contains secrets",
+    "deploy compose sized.yaml --image ''": "--image ''",
+    "deploy compose sized.yaml --out good.txt": "--out good.txt: cannot be made: File exists",
+    "deploy slurm sized.yaml --out /proc/x": "--out /proc/x: cannot be made",
+    **{f"check {name}": JOB_FILES[name] for name in ("nosuch.yaml", "syntax.yaml")},
+    "check --set nosuch.x=1": "fields here",
+    "check --slow 2": "--slow",
+    "check --slow nan": "--slow",
+    "check --storage good.txt": "give a --storage that can be written",
+    "check --address 127.0.0.1:1": "Connection refused",
     "nosuch": "No such command",
 }  # fmt: skip
 

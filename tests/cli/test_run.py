@@ -29,6 +29,10 @@ def test_scripts_options_and_names(tmp_path: Path) -> None:
     refused(UserError, "train.py: No such file", "run", str(script), *storage)
     script.write_text("x = (\n")
     refused(UserError, "train.py: line 1: '\\(' was never closed", "run", str(script), *storage)
+    refused(SpecError, "train.py: is a Python script; `raydist run .*train.py` trains with one", "train", str(script))
+    job = tmp_path / "job.yaml"
+    job.write_text("train: {steps: 3}\n")
+    refused(UserError, r"job.yaml: is not a Python script\s*for a job: `raydist train", "run", str(job), *storage)
     script.write_text("x = 1\n")
     refused(
         SpecError, "--set train.steps: is not a field of a script's job",

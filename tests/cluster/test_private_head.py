@@ -14,6 +14,7 @@ import pytest
 from raydist.cluster.private_head import MONITOR_S, ZYGOTE, PrivateHead, well
 from raydist.cluster.run.head_outage import ASKED_S, HeadOutage
 from raydist.run.directory import RunDir
+from tests.launch import test_oom_detector
 
 RAYLET = """
 import os, subprocess, sys
@@ -85,6 +86,27 @@ def test_a_process_that_was_killed(
     assert (
         f"Ray's {name} (process {pids[name]}) has exited, killed by SIGKILL; run the same command again" in ending.cause
     )
+
+
+cgroup = test_oom_detector.cgroup
+
+
+def test_a_process_that_the_kernel_kills_for_lack_of_memory(cgroup: Path, tmp_path: Path) -> None:
+    """The cause of the run says so: a larger container helps, and the same command again does not."""
+    with test_oom_detector.started() as process:
+        (cgroup / "cgroup.procs").write_text(str(process.pid))
+        head = PrivateHead("10.0.0.1:6379", {"GCS": process.pid, "raylet": os.getpid()})
+        head.close()
+        head._look(head._well)
+        assert process.stdin is not None
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        until(lambda: not well(process.pid))
+        head._look(head._well)
+        ending = HeadOutage(head, 40.0, RunDir(tmp_path))
+        assert ending.look() == "silent"
+        cause = f"GCS (process {process.pid}) has exited, killed by SIGKILL: the kernel killed process {process.pid} for lack"
+        assert cause in ending.why()
 
 
 def test_a_monitor_of_a_dead_head_is_ended(ray: tuple[PrivateHead, dict[str, int]], tmp_path: Path) -> None:

@@ -264,6 +264,15 @@ def test_auto_without_a_cluster_says_how_to_get_one(tmp_path: Path, monkeypatch:
         pass
 
 
+def test_a_host_without_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error before anything is started: Ray would fail in the middle of its start."""
+    monkeypatch.setattr(session_module, "SHM", tmp_path / "shm")
+    opened = open_session("local", env={}, log_dir=tmp_path)
+    with pytest.raises(UserError, match="does not exist here") as caught, opened:
+        pass
+    assert "mount -t tmpfs" in caught.value.hint
+
+
 def _wait(until: Callable[[], bool], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not until():

@@ -79,7 +79,9 @@ def stepped(rank: Rank, variant: str, names: Sequence[str], **more: Any) -> Any:
             report = trainer.step(s, batches, counted(batches), 0.0, want_stop=False)
             steps.append({n: g * (report.tokens / (N * CONTEXT)) for n, g in gradients.items()})
         left = {
-            n.removeprefix("left/"): t.clone() for n, t in trainer.compression.state_tensors().items() if n[0] == "l"
+            n.removeprefix("left/"): t.cpu().clone()
+            for n, t in trainer.compression.state_tensors().items()
+            if n[0] == "l"
         }
         (reducer,) = reducers_of(trainer.strategy)
         pieces = [(list(p.shapes), p.packed, p.size) for p in reducer.pieces]

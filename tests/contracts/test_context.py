@@ -140,7 +140,7 @@ def packed(rank: Rank, spec: JobSpec) -> dict[str, torch.Tensor]:
     """The gradients of a step on samples of three documents each."""
     trainer, gradients = Trainer(rank, spec, full=N * CONTEXT), dict[str, torch.Tensor]()
     trainer.before_update = lambda: gradients.update(trainer.whole(grad=True))
-    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
+    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2], device=rank.device)
     batches = [replace(b, documents=documents.expand(len(b.tokens), -1)) for b in own(rank, spec, 1)]
     trainer.step(1, batches, counted(batches), 1e-2, want_stop=False)
     return gradients

@@ -21,6 +21,7 @@ from raydist.errors import GraphMismatch, NonFinite, Rollback
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 from raydist.worker.checks.replicas import ReplicaCheck
+from raydist.worker.dataloader import to_device
 from raydist.worker.distributed import Rank
 from raydist.worker.evaluation import evaluate
 from raydist.worker.mesh import Mesh
@@ -306,7 +307,7 @@ def poisoned(rank: Rank, spec: JobSpec, where: str) -> str:
     """A step in which only rank 1 has token 7; returns the error's text, if the weights are unchanged."""
     trainer = Trainer(rank, spec, full=4 * CONTEXT, model=Poisoned(where))
     before = trainer.whole()
-    tokens = torch.full((2, CONTEXT), 7 if rank.rank == 1 else 1)
+    tokens = torch.full((2, CONTEXT), 7 if rank.rank == 1 else 1, device=rank.device)
     try:
         trainer.step(12, [MicroBatch(tokens, tokens)], 2 * CONTEXT, 1e-2, want_stop=False)
     except NonFinite as error:
@@ -431,10 +432,12 @@ def frozen(rank: Rank, spec: JobSpec) -> tuple[set[str], bool]:
     model.embedding.weight.requires_grad_(False)
     before = model.embedding.weight.clone()
     trainer = Trainer(rank, spec, full=2 * CONTEXT, model=model)
-    batch = MicroBatch(*samples(2))
+    batch = to_device(MicroBatch(*samples(2)), rank.device)
     trainer.step(1, [batch], counted([batch]), 1e-2, want_stop=False)
     now = model.embedding.weight
-    return set(trainer.strategy.shards()), torch.equal(now.full_tensor() if isinstance(now, DTensor) else now, before)
+    return set(trainer.strategy.shards()), torch.equal(
+        (now.full_tensor() if isinstance(now, DTensor) else now).cpu(), before
+    )
 
 
 @pytest.mark.parametrize("variant", registry.names("parallel"))

@@ -158,7 +158,7 @@ def packed(rank: Rank, spec: JobSpec) -> dict[str, torch.Tensor]:
     """The gradients of a step on samples of three documents each."""
     trainer, gradients = Trainer(rank, spec, full=N * CONTEXT), dict[str, torch.Tensor]()
     trainer.before_update = lambda: gradients.update(trainer.whole(grad=True))
-    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
+    documents = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2], device=rank.device)
     batches = [
         replace(batch, documents=documents.expand_as(batch.tokens))
         for batch in mine(rank, *samples(N, seed=1), MICRO, spec.parallel.tensor)

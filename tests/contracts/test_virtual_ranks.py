@@ -21,7 +21,7 @@ from torch import nn
 from raydist.data.batches import MASKED, MicroBatch, equal_parts
 from raydist.spec import JobSpec
 from raydist.worker.comm.tree import Fold, in_place
-from raydist.worker.dataloader import own_tokens
+from raydist.worker.dataloader import own_tokens, to_device
 from raydist.worker.distributed import Rank
 from raydist.worker.evaluation import evaluate
 from raydist.worker.model_transforms import prepare
@@ -49,7 +49,7 @@ def divided(trainer: Trainer, tokens: torch.Tensor, targets: torch.Tensor) -> li
         else:
             nothing = torch.full_like(targets[:1], MASKED)
             made.append(MicroBatch(tokens[:1], nothing, first=len(tokens), real=False))
-    return [own_tokens(batch, trainer.mesh) for batch in made]
+    return [to_device(own_tokens(batch, trainer.mesh), trainer.rank.device) for batch in made]
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -232,7 +232,7 @@ def slices(rank: Rank, lengths: list[int], parts: int) -> tuple[list[bool], int]
     for length in lengths:
         whole, own = Fold(dealt.tree, in_place), Fold(dealt.tree, in_place)
         for term in range(parts):
-            value = torch.randn(length, generator=torch.Generator().manual_seed(term))
+            value = torch.randn(length, generator=torch.Generator().manual_seed(term)).to(rank.device)
             if term in dealt.own:
                 own.push((term, term + 1), value.clone())
             whole.push((term, term + 1), value)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.exact import exact
-from tests.hosts import Cluster
+from tests.hosts import Cluster, Host
+from tests.sockets import ATTACK, unexpected
 
 RAYDIST = str(Path(sys.executable).with_name("raydist"))
 
@@ -47,9 +48,24 @@ def test_two_hosts_give_the_bits_of_one(project: Any, ray_hosts: Cluster, undist
     assert places == {(host.name, host.ip) for host in ray_hosts.hosts}
 
 
+def assert_closed(host: Host) -> None:
+    """What listens on the host is what the page on security says; another user of it gets nothing of the run."""
+    done = host.run([sys.executable, "-m", "tests.sockets"], cwd=Path(__file__).parents[2], timeout=240)
+    rows, what = json.loads(done.stdout)
+    assert {"rank", "raylet", "zygote"} <= {name for name, _ in rows}
+    # Ray's own folder is elsewhere on these hosts, and has sockets for every user of the node.
+    assert unexpected((name, address.replace("/run/ray/", "/tmp/ray/")) for name, address in rows) == []
+    what["unix"] = [address for address in what["unix"] if "raydist-" in address]
+    what["paths"] = sorted({str(Path(address).parent) for address in what["unix"] if address.startswith("/")})
+    attack = host.run([sys.executable, "-c", ATTACK, json.dumps(what)], timeout=240)
+    assert attack.returncode == 0, attack.stderr
+    assert json.loads(attack.stdout) == []
+
+
 def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed: dict[str, Any]) -> None:
     """A node is killed with its memory, and joins again, empty, as another Ray node. Its rank resumes from the copy on the other
-    host, without a checkpoint on storage, and the run ends with the bits of an undisturbed one."""
+    host, without a checkpoint on storage, and the run ends with the bits of an undisturbed one. Before, another user has attacked
+    both hosts in vain."""
     first, second = ray_hosts.hosts
     nodes = ray_hosts.node_ids()
     options = [*IN_MEMORY, *project.options("lost", hold=11)]
@@ -71,6 +87,8 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed
     while not kept():
         assert process.poll() is None, (project.root / "lost.log").read_text()
         time.sleep(0.5)  # ranks and MemoryCheckpoints of the hosts do it
+    for host in ray_hosts.hosts:
+        assert_closed(host)
     ray_hosts.kill_node(second)
     (project.root / "marks" / "lost" / "go").touch()
     ray_hosts.wait_until(lambda: not ray_hosts.nodes()[nodes["host1"]][1])

@@ -252,8 +252,8 @@ print(*(group["state"] for group in ray.util.placement_group_table().values() if
 def test_a_silent_node_and_one_that_is_cut_off_and_taken_back(
     start: Any, cluster: Cluster, undisturbed: dict[str, Any]
 ) -> None:
-    """A node loses power while Ray still lists it as alive: the run starts on the others. Then the network of one of these is cut
-    until the run waits for a third node: the run continues with the node once it answers again."""
+    """A node loses power while Ray still lists it as alive: the run starts on the others. Then one of these hears nothing
+    any more, and can send, until the run waits for a third node: the run continues with the node once it answers again."""
     silent = cluster.hosts[2]
     node = cluster.node_ids()[silent.name]
     silent.power_off()
@@ -263,9 +263,9 @@ def test_a_silent_node_and_one_that_is_cut_off_and_taken_back(
     assert silent.name not in {worker["host"] for worker in run.events("workers")[-1]["workers"]}
     cluster.wait_until(lambda: silent.name not in cluster.node_ids())
     victim = run.victim()
-    cluster.hosts.cut(victim)
+    cluster.hosts.deafen(victim)
     run.until(lambda: bool(run.events("decision")))
-    cluster.hosts.heal(victim)
+    cluster.hosts.undeafen(victim)
     assert victim.name in cluster.node_ids(), "Ray took it to be dead: that is another test"
     run.until_held(2)
     asked = cluster.hosts[0].run([sys.executable, "-c", WAITING, cluster.address], env=cluster._env, timeout=240)

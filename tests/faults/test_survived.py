@@ -24,6 +24,7 @@ from raydist.faults import (
     DamageCheckpoint,
     Deadlock,
     DiskFull,
+    DriverClockJump,
     Exit,
     Fault,
     FlipBit,
@@ -84,6 +85,8 @@ HICCUPS: list[Fault] = [
     SlowData(rank=0, step=34, seconds=0.2),
     ClockJump(rank=0, step=10, seconds=-3600.0),
     ClockJump(rank=1, step=14, seconds=3600.0),
+    DriverClockJump(step=33, seconds=3600.0),
+    DriverClockJump(step=50, seconds=-7200.0),
     SuspendProcess(rank=1, step=14, process="agent", seconds=0.5),
     SuspendProcess(rank=0, step=15, process="monitor", seconds=0.5),
     SuspendProcess(rank=0, step=16, process="coordinator", seconds=0.5),
@@ -206,7 +209,7 @@ def test_damaged_checkpoints_are_rejected(disturbed: Any) -> None:
         "instead of",
         "not those that were written",
         "is missing",
-        "canonical|is not JSON|not have the hash",
+        "does not end with the hash",
     ]
     assert [e["step"] for e in rejected] == list(DAMAGED.values())
     for event, cause in zip(rejected, why, strict=True):

@@ -2,8 +2,7 @@
 
     python -m tests.gpu.parts RANK WORLD FOLDER
 
-NCCL refuses two ranks on one GPU, so that these send CUDA tensors by gloo. To raydist it is not gloo, where ranks send directly to
-each other, but a backend whose collectives it calls, on the streams where it calls NCCL's.
+NCCL refuses two ranks on one GPU: see staged.py.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ import torch.distributed as dist
 from raydist.spec import JobSpec
 from raydist.worker import distributed
 from raydist.worker.distributed import Rank
+from tests.gpu import staged
 from tests.gpu.device import CUDA, DEVICE, Trainer, job
 
-BACKEND, PARTS = "cpu:gloo,cuda:gloo", 4
+PARTS = 4
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp, bf16": {"precision": "bf16"},
@@ -68,8 +68,9 @@ def main(number: int, world: int, folder: Path) -> None:
         torch.cuda.set_device(DEVICE)
     distributed.be_deterministic()
     store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group(BACKEND, store=store, rank=number, world_size=world, timeout=timedelta(minutes=3))
-    rank = Rank(number, world, 0, DEVICE, BACKEND, "127.0.0.1", dist.new_group(backend="gloo"), ())
+    staged.register()
+    dist.init_process_group(staged.NAME, store=store, rank=number, world_size=world, timeout=timedelta(minutes=3))
+    rank = Rank(number, world, 0, DEVICE, staged.NAME, "127.0.0.1", dist.new_group(backend="gloo"), ())
     found = {case: trained(case, rank) for case in CASES}
     (folder / f"rank-{number}.json").write_text(json.dumps(found))
     dist.barrier(group=rank.control)

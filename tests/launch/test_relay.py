@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from raydist.launch import relay
+from raydist.launch import zygote
 from raydist.launch.relay import Link, MergedCalls, Relay
 
 RELAY = """
@@ -89,8 +92,35 @@ def test_the_agents_of_a_node_use_the_first_ones_relay(other: tuple[str, Any], m
         Relay(Link.address_of(key), refused)
     link.drop()
     assert link.call("beat", 1) == ["direct", "beat", 1]
-    monkeypatch.setattr(relay, "peer_uid", lambda connection: os.getuid() + 1)
+    monkeypatch.setattr(zygote, "peer_uid", lambda connection: os.getuid() + 1)
     assert Link(direct, refused, key).call("ended", 1) == ["direct", "ended", 1]
+
+
+def test_a_name_whose_owner_accepts_nobody() -> None:
+    """As another user may take it, before there is a relay or a zygote of the run: an agent does not wait for it."""
+    key, found = uuid.uuid4().hex, list[Any]()
+    address = Link.address_of(key)
+
+    def connect() -> None:
+        found.append(Link(direct, refused, key).call("beat", 1))
+        with socket.socket(socket.AF_UNIX) as connection:
+            try:
+                zygote.connect(connection, address)
+            except OSError as error:
+                found.append(error.errno)
+
+    with socket.socket(socket.AF_UNIX) as owner, contextlib.ExitStack() as waiting:
+        owner.bind(address)
+        owner.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                connection.setblocking(False)
+                connection.connect(address)
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        thread.join(240)
+        assert found == [["direct", "beat", 1], errno.EAGAIN]
 
 
 @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])

@@ -19,7 +19,9 @@ from torch import nn
 
 import raydist.own as rd
 from raydist.errors import TrainingStopped, UserError
+from raydist.own import launcher
 from raydist.run.directory import RunDir
+from raydist.worker.comm import rendezvous
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 SAMPLES, BATCH, STEPS = 25, 8, 6
@@ -160,6 +162,13 @@ def main() -> None:
     if one:
         print(json.dumps(noisy(storage, one[0], int(one[1]))))
         return
+    proofs, prove = list[bytes](), rendezvous.prove
+
+    def proving(group: dist.ProcessGroup, secret: bytes) -> None:
+        proofs.append(secret)
+        prove(group, secret)
+
+    rendezvous.prove = proving
     made: dict[str, Any] = {"noisy": [noisy(storage, "noisy")]}
     for strategy in STRATEGIES:
         made[strategy] = [trained(storage, strategy, strategy)]
@@ -172,6 +181,7 @@ def main() -> None:
     apart = Stream([*data()][int(os.environ["RANK"]) :])
     made["apart"] = refused(storage, "apart", "ddp", None, apart)
     assert "ray" not in sys.modules
+    made["proofs"], made["sessions"] = [secret.decode() for secret in proofs], launcher._sessions
     print(json.dumps(made))
 
 

@@ -20,9 +20,12 @@ import torch
 
 import raydist.own as rd
 from raydist.errors import GraphMismatch, SpecChanged, UsageError, UserError
+from raydist.ipc import RENDEZVOUS_SECRET
 from raydist.own.launcher import translate
 from raydist.own.state import from_json, to_json
 from tests.own import loops_of_a_user as user
+
+SECRET = "of these ranks"
 
 
 def run(*args: object, world: int = 2) -> list[tuple[int, str, str]]:
@@ -34,6 +37,7 @@ def run(*args: object, world: int = 2) -> list[tuple[int, str, str]]:
     for rank in range(world):
         launcher = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world)}
         env = {**os.environ, **launcher, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        env[RENDEZVOUS_SECRET] = SECRET
         command = [sys.executable, user.__file__, *map(str, args)]
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
@@ -73,6 +77,13 @@ def test_a_killed_rank_changes_no_bit(sessions: tuple[Path, list[dict[str, Any]]
     again = outcomes(storage, "killed", 0)
     assert again[0]["losses"] == whole["losses"][4:]
     assert [rank["weights"] for rank in again] == [whole["weights"]] * 2
+
+
+def test_the_ranks_of_each_session_prove_themselves(sessions: tuple[Path, list[dict[str, Any]]]) -> None:
+    """With the secret of their environment, on both groups; also after the first session, which took it out of the environment."""
+    for made in sessions[1]:
+        assert made["sessions"] > 10
+        assert made["proofs"] == [SECRET] * 2 * made["sessions"]
 
 
 def losses(runs: list[dict[str, Any]]) -> list[float]:
@@ -202,6 +213,34 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="rank 0 has not called backward"), small(tmp_path / "c") as s:
         for _ in s:
             pass
+
+
+def test_what_is_left_of_a_loop_that_was_changed_is_one_clear_error(tmp_path: Path) -> None:
+    """The loader of before, optimizer.step() and zero_grad(), which would train other numbers, and a session without `with`, or
+    used twice. After the session the optimizer is the script's own again."""
+    with pytest.raises(UserError, match=r"dataset: a DataLoader gives batches.*\s*give it the loader's dataset"):
+        small(tmp_path, torch.utils.data.DataLoader([1.0, 2.0], batch_size=2))
+    closed = small(tmp_path)
+    for use in (lambda: next(iter(closed)), lambda: closed.backward(torch.zeros(()))):
+        with pytest.raises(UsageError, match=r"the session is not open\s*use it in a `with` statement"):
+            use()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"steps": 2, "batch": 4, "micro_batch": 2, "storage": str(tmp_path)}
+    s = rd.session(model, optimizer, [1.0, 2.0, 3.0, 4.0], **given)
+    with pytest.raises(UsageError, match=r"step 1: optimizer.step\(\) was called, and the session's"), s:
+        for x in s:
+            s.backward(model(x.float()[:, None]).mean())
+            optimizer.step()
+    with pytest.raises(UsageError, match="the session has ended"), s:
+        pass
+    optimizer.step()
+    s = rd.session(model, optimizer, [1.0, 2.0, 3.0, 4.0], **given)
+    with pytest.raises(UsageError, match=r"step 1: the gradients of its first micro-batches were dropped"), s:
+        for x in s:
+            optimizer.zero_grad()
+            s.backward(model(x.float()[:, None]).mean())
+            s.step()
 
 
 def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:

@@ -442,6 +442,7 @@ PASSES: dict[str, dict[str, Any]] = {
     "grouped": {"model": {**SMALL, "kv_heads": 2, "qk_norm": True}},
     "packed": {"data": {"source": "any", "pack": True}, "precision": "bf16"},
     "mlp": {"model": {"name": "mlp", "layers": 4, "width": 128, "context": 128}},
+    "experts": {"model": {**SMALL, "name": "mixtral", "hidden": 128}},
 }
 RECOMPUTED = [
     ("fp32", "full"),
@@ -449,6 +450,7 @@ RECOMPUTED = [
     ("packed", "full"),
     ("mlp", "selective"),
     ("grouped", "selective"),
+    ("experts", "selective"),
 ]
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from raydist.checkpoint import on_request
+from raydist.errors import SaveFailed
+from raydist.records import Event
 from raydist.run import requests
-from raydist.run.directory import REQUESTS, RunDir
+from raydist.run.directory import REQUESTS, SPEC, RunDir
+from raydist.run.log import json_line
+from raydist.run.status import this_process, write_state
 
 
 def test_requests_come_in_order_and_go(tmp_path: Path) -> None:
@@ -53,6 +63,25 @@ def test_one_that_nobody_waits_for_counts_no_longer(tmp_path: Path) -> None:
     assert sorted(run.storage.files(REQUESTS)) == [f"{REQUESTS}/trace-0002.json", f"{REQUESTS}/trace-0009.json"]
 
 
+def test_a_damaged_request_is_none(tmp_path: Path) -> None:
+    """Whatever stands in the file: ranks agree on numbers and steps in a sum, and a trace of a million steps fills the memory."""
+    run, good = RunDir(tmp_path), {"v": 1, "trace": 4, "at": 1.0, "until": time.time() + 60, "by": "ann", "steps": 3}
+    damaged: list[Any] = [
+        *({**good, "steps": steps} for steps in (0, -1, 101, 10**30, float("inf"), float("nan"), "x", None, [3])),
+        *({**good, name: value} for name in ("at", "until") for value in (float("inf"), float("nan"), None)),
+        [good], "x", None, 7, {},
+    ]  # fmt: skip
+    for number, body in enumerate(damaged, 1):
+        run.storage.write(f"{REQUESTS}/trace-{number:04d}.json", json.dumps(body).encode())
+    run.storage.write(f"{REQUESTS}/trace-{10**15}.json", json.dumps(good).encode())
+    assert requests.pending(run) == []
+    run.storage.write(f"{REQUESTS}/trace-0040.json", json.dumps({**good, "by": "a" * 5000}).encode())
+    (found,) = requests.pending(run)
+    assert (found.number, found.steps, len(found.by)) == (40, 3, 200)
+    requests.withdraw(run, found)
+    assert requests.ask_trace(run, 3, 60.0) in requests.pending(run)
+
+
 def test_parts_of_the_newest_attempt(tmp_path: Path) -> None:
     """The existing parts of the newest attempt, and the ranks whose parts are missing; parts of an earlier attempt do not
     count."""
@@ -63,3 +92,22 @@ def test_parts_of_the_newest_attempt(tmp_path: Path) -> None:
     assert requests.parts(run, 4) == ([requests.part_name(4, 2, 1, 2)], [0])
     run.storage.write(requests.part_name(4, 2, 0, 2), b"")
     assert requests.parts(run, 4) == ([requests.part_name(4, 2, rank, 2) for rank in (0, 1)], [])
+
+
+def test_which_failed_saves_end_the_wait_for_a_requested_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one of a step before the request, nor a step that was skipped while another save was in flight: that one is over then."""
+    run = RunDir(tmp_path / "run")
+    run.storage.write(SPEC, b"name: run\n")
+    write_state(run, {"status": "running", "heartbeat_at": time.time() + 86_400, "driver": this_process(), "step": 10})
+    told: list[bytes] = []
+    happens = iter([{"step": 9}, {"step": 12, "skipped": True}, {"step": 13}])
+
+    def pause(seconds: float) -> None:
+        failed = Event("checkpoint_failed", 0.0, {"rank": 0, "cause": "disk full", **next(happens)})
+        told.append(json_line(failed.to_dict()))
+        run.storage.write("events.jsonl", b"".join(told))
+
+    monkeypatch.setattr(on_request, "time", SimpleNamespace(time=time.time, sleep=pause))
+    with pytest.raises(SaveFailed, match="step 13: the checkpoint was not saved: disk full"):
+        on_request.save_now(run, 60.0, "ann")
+    assert (len(told), requests.pending(run)) == (3, [])

@@ -272,7 +272,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "config": (lambda f: configured(f, intermediate_size=40), "mlp.gate_proj.weight: [48, 32] in model.safetensors, [40, 32] by"),
     "cut": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "cannot be read"),
     "none": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin is pickle"),
-    "index": (lambda f: (f / INDEX).write_text("{}"), "is not an index of tensors"),
+    "index": (lambda f: (f / INDEX).write_text('{"weight_map": ["a.safetensors"]}'), "has no weight_map"),
     "file": (lambda f: (f / INDEX).write_text('{"weight_map": {"a": "b.safetensors"}}'), "names the file b.safetensors"),
 }  # fmt: skip
 
@@ -312,9 +312,10 @@ def test_configs_that_cannot_be_read(tmp_path: Path, changes: dict[str, Any], mo
 
 
 def test_a_tokenizer_that_is_too_large(tmp_path: Path) -> None:
-    """The embedding has a row for each id of the data, or more."""
+    """The embedding has a row for each id of the data, or more. Known before the data is prepared."""
     saved(tmp_path, "llama")
     spec = job(tmp_path)
     assert spec.model.rows(200) == IDS
+    larger = job(tmp_path, data={"source": "any", "tokenizer": "bpe:300"})
     with pytest.raises(UserError, match="257: the tokenizer of the data has 300 ids"):
-        spec.model.rows(300)
+        preflight.check_early(larger, local=True)

@@ -2,7 +2,7 @@
 
 Runs in: the driver of a run with faults. Supervisor and RestartLoop call `look`. It calls MonitorClient. Never imports torch.
 
-    rank --note--> RUN/faults --look--> event `fault`; kill the monitor, drain a node, kill this process --> RUN/faults/done
+    rank --note--> RUN/faults --look--> event `fault`; kill the monitor, drain a node, ... --> RUN/faults/done
 """
 
 from __future__ import annotations
@@ -71,6 +71,10 @@ class DriverInjector:
         if note["fault"] == "kill_monitor":
             ray.kill(self._monitor.actor, no_restart=False)
             self._await_monitor()
+        elif note["fault"] == "driver_clock_jump":
+            ahead = float(note["asked"]["seconds"])
+            ray.get(self._monitor.actor.__ray_call__.remote(_jump, ahead), timeout=_ANSWER_S)
+            _jump(None, ahead)
         elif note["fault"] == "drain":
             drain(self._address, note["node_ip"], float(note["asked"]["deadline_s"]), "an injected fault")
 
@@ -88,3 +92,9 @@ class DriverInjector:
                 return
             except (RayError, TimeoutError):
                 time.sleep(_AGAIN_S)
+
+
+def _jump(actor: object, seconds: float) -> None:
+    """Of this process; `actor`: the one that it is called in, if any."""
+    now = time.time
+    time.time = lambda: now() + seconds

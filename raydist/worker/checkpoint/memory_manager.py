@@ -30,7 +30,7 @@ from raydist.run.directory import RunDir, manifest_attempt
 from raydist.worker.checkpoint.memory_saver import MemorySaver
 from raydist.worker.checkpoint.save_in_flight import SaveResult
 from raydist.worker.checkpoint.snapshot_interval import SnapshotInterval
-from raydist.worker.comm.json_gather import gather_json
+from raydist.worker.comm.json_gather import broadcast_json, gather_json
 
 SEND_S = 30.0
 """After this time a snapshot's cost is final, even if its copy to the buddy has not arrived."""
@@ -195,14 +195,16 @@ def choose(
     if job.step is None or job.manifest is None:
         return None
     run = RunDir(job.folder)
+    found: Manifest | None = None
     mine = {"manifest": "", "problem": ""}
     if rank == 0:
         try:
-            mine["manifest"] = manifest.read(run, job.step, job.manifest).dumps().decode()
+            found, mine["manifest"] = manifest.read_with_text(run, job.step, job.manifest)
         except (CheckpointError, OSError) as error:
             mine["problem"] = f"{run.uri}/{manifest.path(job.step, job.manifest)}: {error}"
-    sent, *_ = gather_json(mine, group)
-    found = None if sent["problem"] else Manifest.loads(sent["manifest"].encode())
+    sent = broadcast_json(mine, group)
+    if rank and not sent["problem"]:
+        found = Manifest.loads(sent["manifest"].encode())
     problems: list[str] = [sent["problem"]]
     if found is not None:
         shared, own = needs(found, rank, world_size)

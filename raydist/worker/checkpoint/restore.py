@@ -37,7 +37,7 @@ from raydist.worker.checkpoint.agreement import RankFailure, first_failure, none
 from raydist.worker.checkpoint.dcp_reader import ShardReader, TensorPlanner
 from raydist.worker.checkpoint.extra_state import EXTRA, owner, tensor_name
 from raydist.worker.checkpoint.save_plan import rank_name
-from raydist.worker.comm.json_gather import gather_json
+from raydist.worker.comm.json_gather import broadcast_json, gather_json
 from raydist.worker.parameter_table import dtype_name, gather_tensors
 
 T = TypeVar("T")
@@ -99,18 +99,21 @@ def choose_from(
             cause = f"attempt {by} was cut off and committed too late: attempt {newer} had gone on from an earlier step"
             say("checkpoint_rejected", step=late, file=file, cause=cause)
     while True:
-        found: Manifest | CheckpointError | None = None
+        claimed: tuple[Manifest, str] | CheckpointError | None = None
         candidate: tuple[int, int] | None = None  # (step, place): 0 is the run's own folder, 1 the first replica
         if rank == 0 and step is not None:
-            candidate, found = (step, 0), _claim(run, step, None)
+            candidate, claimed = (step, 0), _claim(run, step, None)
         elif rank == 0:
             listed = {c: name for c, name in _listed(run, replicas, away, lost).items() if c not in passed}
             candidate = max(listed, key=lambda c: (c[0], -c[1]), default=None)
-            found = _claim(_place(run, replicas, candidate[1]), candidate[0], listed[candidate]) if candidate else None
-        sent, *_ = gather_json([candidate, _encoded(found)], group)  # of rank 0, which alone has looked
+            claimed = (
+                _claim(_place(run, replicas, candidate[1]), candidate[0], listed[candidate]) if candidate else None
+            )
+        sent = broadcast_json([candidate, _encoded(claimed)], group)  # of rank 0, which alone has looked
         if sent[0] is None:
             break
-        candidate, found = (sent[0][0], sent[0][1]), _decoded(sent[1])
+        candidate = sent[0][0], sent[0][1]
+        found = claimed[0] if isinstance(claimed, tuple) else _decoded(sent[1])
         at, where = candidate
         problems: list[str] = []
         if isinstance(found, Manifest):
@@ -144,10 +147,10 @@ def choose_from(
     return None
 
 
-def _encoded(found: Manifest | CheckpointError | None) -> list[str] | None:
-    """For `gather_json`."""
-    if isinstance(found, Manifest):
-        return [found.dumps().decode()]
+def _encoded(found: tuple[Manifest, str] | CheckpointError | None) -> list[str] | None:
+    """For `broadcast_json`."""
+    if isinstance(found, tuple):
+        return [found[1]]
     return None if found is None else [type(found).__name__, found.message, found.hint]
 
 
@@ -194,11 +197,11 @@ def _listed(
     return {(step, where): name for where, steps in found.items() for step, name in steps.items()}
 
 
-def _claim(run: RunDir, step: int, name: str | None) -> Manifest | CheckpointError | None:
+def _claim(run: RunDir, step: int, name: str | None) -> tuple[Manifest, str] | CheckpointError | None:
     try:
         if run.manifest(step) is not None:
             _leases[run.uri, step] = Lease(run, step)
-        return manifest.read(run, step, name)
+        return manifest.read_with_text(run, step, name)
     except (CheckpointCorrupt, CheckpointNotFound) as error:
         return error
     except StorageError as error:  # sent to all ranks, which wait for rank 0

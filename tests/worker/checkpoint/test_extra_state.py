@@ -70,7 +70,7 @@ def made(rank: Rank, fill: float) -> tuple[TrainState, dict[str, Kept]]:
 def saver_of(rank: Rank, folder: str, memory: bool = False) -> Saver:
     common: dict[str, Any] = {
         "rank": rank.rank, "world_size": rank.world_size, "group": rank.control, "attempt": 1, "spec_hash": "", "numbers": {},
-        "on_event": lambda event: None,
+        "on_event": lambda event: print(event),  # why a save failed
     }  # fmt: skip
     return (
         MemorySaver(Path(folder), kept=None, **common)

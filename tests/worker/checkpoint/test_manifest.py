@@ -1,4 +1,4 @@
-"""The manifest: one canonical form, its own hash, and the summary of a run's checkpoints."""
+"""The manifest: its own hash, and the summary of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_every_flipped_bit_is_found() -> None:
         for bit in range(8):
             bad = bytearray(data)
             bad[position] ^= 1 << bit
-            with pytest.raises(ValueError, match=r"hash|canonical|JSON"):
+            with pytest.raises(ValueError, match="hash"):
                 Manifest.loads(bytes(bad))
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, -1])
 def test_a_manifest_cut_short_is_found(length: int) -> None:
     """A truncated manifest is rejected at any length."""
-    with pytest.raises(ValueError, match=r"JSON|canonical"):
+    with pytest.raises(ValueError, match="hash"):
         Manifest.loads(SMALL.dumps()[:length])
 
 
@@ -98,7 +98,7 @@ def test_summary_goes_on_past_a_bad_manifest(tmp_path: Path) -> None:
     run.storage.write(manifest.path(2, "MANIFEST-0001.json"), b"{}")
     rows = manifest.summary(run)
     assert [(r["step"], r["bytes"]) for r in rows] == [(1, 0), (2, None)]
-    assert "MANIFEST-0001.json: does not have the hash" in rows[1]["problem"]
+    assert "MANIFEST-0001.json: does not end with the hash" in rows[1]["problem"]
     newest = manifest.read_newest(run)
     assert newest is not None
     assert newest.step == 1

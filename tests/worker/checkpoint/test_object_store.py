@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -61,13 +62,13 @@ def test_an_upload_that_fails_leaves_no_object(s3: Any) -> None:
 
 
 class Failing(Proxy):
-    """`mode`: "" passes everything on, "busy" answers 503 (Slow Down), "cut" closes the connection of an upload after its first
-    kilobyte."""
+    """`mode`: "" passes everything on, "cut" closes the connection of an upload after its first kilobyte. "busy" answers 503 (Slow
+    Down) to every request, "throttled" to some, which the client sends again; "expired": the credentials are no longer valid."""
 
-    BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    ANSWERS: ClassVar = {"busy": ("503 Slow Down", "SlowDown"), "expired": ("403 Forbidden", "ExpiredToken")}
 
     def __init__(self, server: str) -> None:
-        self.mode, self.hit = "", 0
+        self.mode, self.hit, self.draws = "", 0, random.Random(1)
         super().__init__(server)
 
     def serve(self, client: socket.socket) -> None:
@@ -76,9 +77,14 @@ class Failing(Proxy):
             threading.Thread(target=self._back, args=(server, client), daemon=True).start()
             passed = 0
             while data := client.recv(1024):
-                if self.mode == "busy":
+                starts = data.startswith((b"GET ", b"PUT ", b"POST ", b"HEAD ", b"DELETE "))
+                mode = "busy" if self.mode == "throttled" and starts and self.draws.random() < 0.3 else self.mode
+                if mode in self.ANSWERS:
                     self.hit += 1
-                    client.sendall(self.BUSY)
+                    status, code = self.ANSWERS[mode]
+                    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>by the test</Message></Error>"
+                    head = f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}"
+                    client.sendall(f"{head}\r\nConnection: close\r\n\r\n{body}".encode())
                     return
                 passed += len(data)
                 if self.mode == "cut" and passed > 1024:
@@ -102,9 +108,10 @@ def proxied(s3: Any, mode: str) -> Iterator[tuple[Failing, str]]:
     proxy.close()
 
 
-@pytest.mark.parametrize("mode", ["busy", "cut"])
+@pytest.mark.parametrize("mode", ["busy", "cut", "expired"])
 def test_a_server_that_is_busy_or_cut_off(kit: Any, proxied: tuple[Failing, str], mode: str) -> None:
-    """503 for every request, and uploads that are cut: the save fails, nothing of it is committed, and the next one works."""
+    """503 for every request, uploads that are cut, credentials that have expired: the save fails, nothing of it is committed, and
+    the next one works."""
     proxy, uri = proxied
     one = kit.OneRank(uri, asynchronous=True)
     one.save(1)
@@ -120,3 +127,21 @@ def test_a_server_that_is_busy_or_cut_off(kit: Any, proxied: tuple[Failing, str]
     one.saver.close()
     assert one.run.committed() == [1, 3]
     assert [manifest.verify(one.run, step) for step in (1, 3)] == [[], []]
+    (failed,) = (event for event in one.events if event.kind == "checkpoint_failed")
+    assert mode != "expired" or "ExpiredToken" in failed.data["cause"], failed.data["cause"]
+
+
+@pytest.mark.parametrize("mode", ["throttled"])
+def test_a_server_that_throttles_costs_time_only(kit: Any, proxied: tuple[Failing, str], mode: str) -> None:
+    """503 for about a third of all requests: the save is committed, and can be read."""
+    proxy, uri = proxied
+    one = kit.OneRank(uri, asynchronous=True)
+    proxy.mode = mode
+    one.save(1)
+    assert one.saver.wait()
+    one.saver.close()
+    assert proxy.hit > 0
+    assert manifest.verify(one.run, 1) == []
+    chosen = restore.choose(one.run)
+    assert chosen is not None
+    assert chosen.step == 1
