@@ -24,6 +24,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,10 @@ class Trained:
         """MB of the buffer for what arrives, and of the largest bucket; of ddp with virtual ranks."""
         if not isinstance(self.strategy, Ddp) or self.strategy.room is None:
             return {}
-        largest = max(elements for _, elements, _ in self.strategy.messages())
+        buckets: Counter[str] = Counter()
+        for kind, elements, bucket in self.strategy.messages():  # a large one is sent in slices
+            buckets[bucket] += elements if kind == "all_to_all" else 0
+        largest = max(buckets.values())
         return {"room": round(self.strategy.room / 1e6, 2), "bucket": round(4 * largest / 1e6, 2)}
 
 

@@ -232,7 +232,7 @@ def slices(rank: Rank, lengths: list[int], parts: int) -> tuple[list[bool], int]
     for length in lengths:
         whole, own = Fold(dealt.tree, in_place), Fold(dealt.tree, in_place)
         for term in range(parts):
-            value = torch.randn(length, generator=torch.Generator().manual_seed(term))
+            value = torch.randn(length, generator=torch.Generator().manual_seed(term)).to(rank.device)
             if term in dealt.own:
                 own.push((term, term + 1), value.clone())
             whole.push((term, term + 1), value)
