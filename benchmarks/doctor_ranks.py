@@ -53,6 +53,11 @@ class Scenario:
 
 
 LONG = 10**6
+EXPERTS = {
+    "model": {"name": "qwen_moe", "layers": 2, "width": 64, "heads": 4, "context": 64, "options": {"num_experts": 4}},
+    "parallel": {"expert": 2},
+    "observe": {"expert_loads": 10},
+}
 SCENARIOS = [
     Scenario("SIGSTOP bursts", ("process_stopped",), {"fault": "pause", "seconds": 0.5, "gap": 0.7, "stops": 60}),
     Scenario("one SIGSTOP of 5 s", ("process_stopped",), {"fault": "pause", "seconds": 5, "stops": 1}),
@@ -73,7 +78,15 @@ SCENARIOS = [
         spec={"optim": {"lr": 0.5, "schedule": {"warmup": 2000}}},
         culprit="optim.lr",
     ),
+    Scenario(
+        "expert imbalance",
+        ("expert_imbalance",),
+        {"fault": "expert_imbalance", "rank": None, "experts": 2, "tokens": 0.7, "steps": LONG},
+        spec=EXPERTS,
+        culprit="expert_rank",
+    ),
     Scenario("healthy", ()),
+    Scenario("healthy experts", (), spec=EXPERTS),
     Scenario("healthy zero2 bf16", (), spec={"precision": "bf16", "parallel": {"strategy": "zero2"}}),
 ]
 
@@ -122,7 +135,7 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
     }
     if scenario.hook:
         spec["hooks"] = [{"name": "doctor_ranks:SlowHook", "options": {"first": step}}]
-    asked = [{**scenario.fault, "rank": rank, "step": step}] if scenario.fault else []
+    asked = [{"rank": rank, **scenario.fault, "step": step}] if scenario.fault else []
     run = RunDir(folder / "run")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -178,9 +191,9 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
         monitor.close()
     assert not diagnosis.problems, diagnosis.problems
     at, one = told[0] if told else (None, None)
-    named = one is not None and {"rank": one.rank == rank, "step": one.culprit.get("step") == step}.get(
-        scenario.culprit, one.culprit.get("setting") == scenario.culprit
-    )
+    named = one is not None and {
+        "rank": one.rank == rank, "step": one.culprit.get("step") == step, "expert_rank": one.culprit.get("expert_rank") == 0
+    }.get(scenario.culprit, one.culprit.get("setting") == scenario.culprit)  # fmt: skip
     return {
         "scenario": scenario.name, "seed": seed, "told": one.rule if one else "nothing", "steps": trained,
         "culprit": named, "cause": one is not None and one.rule in scenario.rules,
@@ -206,14 +219,14 @@ def main() -> None:
                 prepare([f"{folder}/text.txt"], f"{folder}/tokens", eval_fraction=0.1)
                 found.append(play(scenario, seed, options.world, Path(folder)))
             print(found[-1], flush=True)
-    faulty = [one for one in found if one["scenario"] != "healthy"]
+    faulty = [one for one in found if not one["scenario"].startswith("healthy")]
     result = {
         "world": options.world,
         "scenarios": len(found),
         "culprit": sum(one["culprit"] for one in faulty) / max(len(faulty), 1),
         "cause": sum(one["cause"] for one in faulty) / max(len(faulty), 1),
         "healthy": len(found) - len(faulty),
-        "false": sum(one["told"] != "nothing" for one in found if one["scenario"] == "healthy"),
+        "false": sum(one["told"] != "nothing" for one in found if one["scenario"].startswith("healthy")),
         "matrix": {s.name: dict(Counter(o["told"] for o in found if o["scenario"] == s.name)) for s in SCENARIOS},
         "seconds": sorted(one["seconds"] for one in faulty if one["seconds"] is not None and one["cause"]),
         "loads": [one["load"] for one in found],

@@ -55,6 +55,18 @@ class Run:
         """Whether the fault is active."""
         return self.now >= self.fault_at
 
+    def restart(self, second: int, events: list[Event]) -> int:
+        """A rank has died: a new attempt, with more or fewer ranks. Returns the second of its first step."""
+        self.attempt += 1
+        self.ranks = max(2, self.ranks + int(self.rng.integers(-1, 2)))
+        self.step = max(0, self.step - int(self.rng.integers(0, 20)))
+        self.__post_init__()
+        self.before, self.text["begin"] = [], self.step
+        first = second + int(self.rng.integers(3, 25))
+        begun = {"attempt": self.attempt, "world_size": self.ranks, "resume_step": self.step}
+        events.append(Event("attempt_started", START + second, begun))
+        return first
+
     def node(self, rank: int) -> int:
         """The number of its node."""
         return rank * self.nodes // self.ranks
@@ -73,6 +85,9 @@ def simulate(run: Run, hook: Hook) -> Iterator[tuple[list[Any], list[Any], list[
     base = run.step_s * (1 - run.comm)
     second, clock, began = 0, 0.0, 0.0
     while second < run.seconds:
+        if second in run.text.get("restarts", ()):
+            second = run.restart(second, events)
+            clock = began = float(second)
         while clock < second + 1:  # do whole steps, and spread their seconds evenly over the time
             run.step += 1
             run.now = began = clock
@@ -137,9 +152,9 @@ def simulate(run: Run, hook: Hook) -> Iterator[tuple[list[Any], list[Any], list[
 def _between(run: Run, events: list[Event], at: float) -> dict[str, float]:
     """An evaluation or a checkpoint after some steps: seconds that all ranks spend."""
     made: dict[str, float] = {}
-    if run.step == 1:
+    if run.step == run.text.get("begin", 0) + 1:
         stages = {"import": 5.0, "build": 4.0}
-        first = {"attempt": run.attempt, "step": 1, "seconds": 9.0, "stages": stages, "repeated_steps": 0}
+        first = {"attempt": run.attempt, "step": run.step, "seconds": 9.0, "stages": stages, "repeated_steps": 0}
         events.append(Event("first_step", at, first))
     if run.step % run.every == 0:
         stall, write = run.text.get("save", (0.02 * run.every * run.step_s, 0.2 * run.every * run.step_s))
@@ -147,7 +162,7 @@ def _between(run: Run, events: list[Event], at: float) -> dict[str, float]:
             made["save"] = stall
             saved = {"step": run.step, "bytes": 1 << 30, "seconds": write, "stall_seconds": stall}
             events.append(Event("checkpoint_saved", at + write, saved))
-        made["eval"] = 0.05 * run.every * run.step_s
+        made["eval"] = (run.text.get("eval_share", 0.05) if run.on else 0.05) * run.every * run.step_s
         loss = (
             run.text["eval"](run)
             if "eval" in run.text

@@ -149,6 +149,10 @@ def _nan(run: Run) -> tuple[str, dict[str, Any]]:
                           "ranks": [{"rank": run.rank, "micro_batch": 0, "loss": None}], "samples_hash": "ab"}  # fmt: skip
 
 
+def _unsaved(run: Run) -> tuple[str, dict[str, Any]]:
+    return "checkpoint_failed", {"step": run.step, "rank": run.rank, "cause": "OSError: [Errno 5] Input/output error"}
+
+
 def _hang(run: Run) -> tuple[str, dict[str, Any]]:
     return "failure", {"attempt": 1, "rank": run.rank, "fault": "worker_hung", "traceback": "", "echoes": run.ranks - 1,
                        "cause": "it has started 41 collectives of group 0, others 42, the last all_reduce"}  # fmt: skip
@@ -251,6 +255,16 @@ SCENARIOS = [
         },
     ),
     Scenario(
+        "evaluation takes long",
+        ("evaluation_cost",),
+        "eval.every",
+        quiet,
+        seconds=500,
+        step_s=(0.2, 0.4),
+        text=lambda run: {"eval_share": 0.5 + 0.5 * run.size},
+    ),
+    Scenario("storage fails", ("storage_failing",), "rank", quiet, text=lambda run: {"event": _unsaved}),
+    Scenario(
         "fragmentation",
         ("fragmentation",),
         "rank",
@@ -333,6 +347,15 @@ HEALTHY = [
     Scenario("uneven documents", (), "", uneven=0.35),
     Scenario("very uneven documents", (), "", uneven=0.6),
     Scenario("several nodes", (), "", nodes=2, gpus=True),
+    Scenario(
+        "restarts",
+        (),
+        "",
+        crowd=0.4,
+        uneven=0.2,
+        seconds=400,
+        text=lambda run: {"restarts": run.rng.integers(20, 380, 8)},
+    ),
     Scenario("long steps", (), "", step_s=(4.0, 12.0)),
     Scenario("a router that is not even", (), "", text=lambda run: {"loads": _loads}),
     Scenario("a long run", (), "", seconds=2700, step_s=(2.0, 4.0)),

@@ -58,6 +58,7 @@ def test_a_file_is_a_list_of_faults(tmp_path: Path) -> None:
             "rank: 2: the job has ranks 0 to 1; give one of them, or raise cluster.workers",
         ),
         ("{fault: kill, rank: 1, step: 10}", "step: 10: the job ends after step 9; give an earlier one"),
+        ("{fault: expert_imbalance, step: 7}", "the model gpt has no experts; remove it, or use a model with experts"),
         ("kill", "fault 1: 'kill' is not a fault; write {fault: kill"),
     ],
 )

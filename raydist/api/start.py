@@ -1,13 +1,14 @@
-"""`raydist.train`, `raydist.sweep` and `raydist.open`.
+"""`raydist.train`, `raydist.run_script`, `raydist.sweep` and `raydist.open`.
 
-Runs in: the user's process. A run's driver is a process of its own, `raydist train`, so that nothing here imports ray.
+Runs in: the user's process. A run's driver is a process of its own, `raydist train` or `raydist run`, so that nothing here imports
+ray.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,11 +54,7 @@ def train(
     """
     from raydist.spec import dump
 
-    if dashboard and not wait:
-        raise UsageError(
-            "dashboard=True with wait=False: the address of the page would be printed nowhere",
-            "leave out one of them; `raydist dashboard STORAGE` shows the run, too",
-        )
+    _check_dashboard(dashboard, wait)
     job = _job(spec, set or {})
     folder = RunDir(Storage(storage or default_storage()).at(check_name(name or job.name)))
     options = [
@@ -75,6 +72,44 @@ def train(
         return run.wait() if wait else _taken(run, before)
 
 
+def run_script(
+    script: str | Path,
+    arguments: Sequence[object] = (),
+    *,
+    workers: int = 1,
+    cpus: float | None = None,
+    gpus: float | None = None,
+    set: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    storage: str | None = None,
+    address: str | None = None,
+    fresh: bool = False,
+    faults: str | Path | None = None,
+    dashboard: bool = False,
+    wait: bool = True,
+) -> Run:
+    """Trains with a script that has a session of raydist.own, as `raydist run` does, and returns its run. The same call again
+    continues it.
+
+    `arguments`: the script's; `workers`: its ranks, each with `cpus` and `gpus`; `set`: dotted field of the run's job -> value. The
+    others are as for `train`. Raises UserErrors if it cannot be trained here, and TrainingStopped with its root cause, such as the
+    script's line, if it ended before its last step.
+    """
+    _check_dashboard(dashboard, wait)
+    folder = RunDir(Storage(storage or default_storage()).at(check_name(name or Path(script).stem)))
+    sizes = {"--workers": workers, "--cpus": cpus, "--gpus": gpus, "--faults": faults}
+    options = [
+        *_shared(name, storage, address),
+        *(part for option, value in sizes.items() if value is not None for part in (option, str(value))),
+        *(part for one in _settings(set) for part in ("--set", one)),
+        *(["--fresh"] if fresh else []),
+        *(["--dashboard"] if dashboard else []),
+    ]
+    before = _number(folder)
+    run = Run(folder, Command(["run", *options, "--", str(script), *map(str, arguments)], tied=wait))
+    return run.wait() if wait else _taken(run, before)
+
+
 def sweep(
     spec: str | Path,
     *,
@@ -89,14 +124,10 @@ def sweep(
     `spec`: the sweep's YAML file; `set`: dotted field of the base job -> value; `wait`: as for `train`. Raises SpecError for a
     wrong file, other UserErrors if it cannot be trained here, TrainingStopped if none of its cells has finished.
     """
-    import yaml
-
     from raydist.run.sweep_directory import SweepDir
     from raydist.spec.sweep import load_sweep
 
-    given = [
-        f"{field}={yaml.safe_dump(value, default_flow_style=True).strip()}" for field, value in (set or {}).items()
-    ]
+    given = _settings(set)
     asked = load_sweep(Path(spec), given, check_name(name) if name else None)
     folder = SweepDir(Storage(storage or default_storage()).at(asked.name))
     options = [*_shared(name, storage, address), *(part for one in given for part in ("--set", one))]
@@ -127,6 +158,23 @@ def _job(spec: str | Path | Mapping[str, Any] | JobSpec, given: Mapping[str, Any
     for field, value in given.items():
         over = over.with_field(field, value, f"set {field}")
     return resolve([*layers, over], source)
+
+
+def _settings(given: Mapping[str, Any] | None) -> list[str]:
+    """Texts for `--set`."""
+    import yaml
+
+    return [
+        f"{field}={yaml.safe_dump(value, default_flow_style=True).strip()}" for field, value in (given or {}).items()
+    ]
+
+
+def _check_dashboard(dashboard: bool, wait: bool) -> None:
+    if dashboard and not wait:
+        raise UsageError(
+            "dashboard=True with wait=False: the address of the page would be printed nowhere",
+            "leave out one of them; `raydist dashboard STORAGE` shows the run, too",
+        )
 
 
 def _shared(name: str | None, storage: str | None, address: str | None) -> list[str]:

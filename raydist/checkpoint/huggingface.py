@@ -65,9 +65,13 @@ def weight_files(folder: Path) -> list[str]:
             else "give a folder with weights",
         )
     try:
-        names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: is not an index of tensors: {error}", "download the file again") from error
+        read = parse_json(index.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{index}: cannot be read: {error}", "download the file again") from error
+    files = read.get("weight_map") if isinstance(read, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise UserError(f"{index}: has no weight_map, from tensors to files", "download the file again")
+    names = sorted(set(files.values()))
     for name in names:
         if Path(name).name != name or not (folder / name).exists():
             raise UserError(f"{index}: names the file {name}, which is not there", "download it")

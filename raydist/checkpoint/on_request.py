@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 from raydist.errors import SaveFailed, UsageError
+from raydist.records import Event
 from raydist.run import requests
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events
@@ -17,7 +18,8 @@ POLL_S = 0.5
 
 
 def save_now(run: RunDir, timeout_s: float, by: str) -> int:
-    """Has a checkpoint saved after the step that is trained now. Returns its step, once it is committed. `by`: who asks.
+    """Has a checkpoint saved after the step that is trained now, or once the save in flight has ended. Returns its step, once it is
+    committed. `by`: who asks.
 
     Raises UsageError if the run does not train, SaveFailed if the save has failed or has not ended in time.
     """
@@ -31,7 +33,7 @@ def save_now(run: RunDir, timeout_s: float, by: str) -> int:
             status = read_state(run)["status"]  # first: once a run has ended, it saves nothing more
             if (step := run.newest_step()) > newest and step >= reached:
                 return step
-            failed = [e for e in read_events(run)[before:] if e.kind == "checkpoint_failed"]
+            failed = [e for e in read_events(run)[before:] if e.kind == "checkpoint_failed" and _ends(e, reached)]
             if failed:
                 raise SaveFailed(
                     f"step {failed[-1].data['step']}: the checkpoint was not saved: {failed[-1].data['cause']}",
@@ -47,3 +49,8 @@ def save_now(run: RunDir, timeout_s: float, by: str) -> int:
             time.sleep(POLL_S)
     finally:
         requests.withdraw(run, request)
+
+
+def _ends(failed: Event, reached: int) -> bool:
+    """Whether a failure ends the wait. Not if it is of a save before the request, or of a step that was skipped for that save."""
+    return not failed.data.get("skipped") and int(failed.data["step"]) >= reached

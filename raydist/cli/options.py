@@ -43,12 +43,32 @@ Faults = Annotated[
     Path | None,
     typer.Option(help="A YAML list of faults to inject: see `raydist faults`.", show_default=False),
 ]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Ranks of a script: one process each, one GPU each where there are any. Default: 1.",
+        show_default=False,
+    ),
+]
+Cpus = Annotated[
+    float | None,
+    typer.Option(help="CPUs of each worker of a script; also its torch threads on CPU.", show_default=False),
+]
+Gpus = Annotated[float | None, typer.Option(min=0, help="GPUs of each worker of a script.", show_default=False)]
+Arguments = Annotated[list[str] | None, typer.Argument(help="A script's arguments, after --.", show_default=False)]
 WaitForDriver = Annotated[
     float,
     typer.Option(
         min=0,
         metavar="SECONDS",
         help="How long to wait for another driver of the same run or sweep to end, or its lease to expire, before giving up.",
+    ),
+]
+Dashboard = Annotated[
+    bool,
+    typer.Option(
+        "--dashboard", help="Serve the run's live page to this machine while it trains, and print its address."
     ),
 ]
 Trust = Annotated[

@@ -31,10 +31,10 @@ def register(app: typer.Typer) -> None:
 
 def run(
     script: Annotated[Path, typer.Argument(help="A Python script with a session of raydist.own.", show_default=False)],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments, after --.", show_default=False)] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Ranks: one process each, one GPU each where there are any.")] = 1,
-    cpus: Annotated[float | None, typer.Option(help="CPUs of each worker; also its torch threads on CPU.")] = None,
-    gpus: Annotated[float | None, typer.Option(min=0, help="GPUs of each worker.", show_default=False)] = None,
+    arguments: options.Arguments = None,
+    workers: options.Workers = None,
+    cpus: options.Cpus = None,
+    gpus: options.Gpus = None,
     overrides: options.Overrides = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the run; default: the script's. The same name and storage continue it.")
@@ -44,25 +44,22 @@ def run(
     fresh: options.Fresh = False,
     faults: options.Faults = None,
     wait_for_driver: options.WaitForDriver = 0.0,
+    dashboard: options.Dashboard = False,
     as_json: options.LastJson = False,
 ) -> None:
     """Train with a script of your own: its model, its loop. The same command again continues it."""
     from raydist.report.starting import Starting
 
-    _check(script)
+    check_script(script)
     with Starting() as starting:
         starting.stage("job")
         from raydist.cluster import preflight
-        from raydist.dashboard.announced import link
         from raydist.observe.exporters import resolve
         from raydist.run.lease import DriverLease
-        from raydist.spec.script import launched
 
         at = RunDir(Storage(storage or default_storage()).at(check_name(name or script.stem)))
-        asked = {"workers": workers, "cpus_per_worker": cpus, "gpus_per_worker": gpus}
-        given = {field: value for field, value in asked.items() if value is not None}
-        job = launched(at.name, given, overrides or [], None if fresh else _before(at))
-        injected = _faults(faults, job)
+        job = script_job(at.name, workers, cpus, gpus, overrides, None if fresh else _before(at))
+        injected = script_faults(faults, job)
         local = where(address) == "local"
         preflight.check_early(job, local=local)
         exporters = resolve([e.model_dump() for e in job.observe.exporters], at)
@@ -75,9 +72,17 @@ def run(
         with DriverLease(at, wait_s=wait_for_driver) as lease:
             if fresh and at.exists():
                 start_anew(at)
-            if (page := link(at)) is not None:
-                starting.note(f"raydist: its live page: {page}")
-            supervise(job, at, lease, starting, address=address, faults=injected, exporters=exporters, script=started)
+            supervise(
+                job,
+                at,
+                lease,
+                starting,
+                address=address,
+                faults=injected,
+                exporters=exporters,
+                dashboard=dashboard,
+                script=started,
+            )
     from raydist.report.summary import show
 
     shown = show(at)
@@ -87,7 +92,7 @@ def run(
         print_end(shown, None)
 
 
-def _check(script: Path) -> None:
+def check_script(script: Path) -> None:
     """Raises UserError if it is not a Python script."""
     try:
         compile(read_file(script, LINE_BYTES), str(script), "exec")
@@ -108,6 +113,22 @@ def _check(script: Path) -> None:
         raise UserError(f"{script}: {line}{error.msg}", "correct the script") from None
 
 
+def script_job(
+    name: str,
+    workers: int | None,
+    cpus: float | None,
+    gpus: float | None,
+    overrides: list[str] | None,
+    before: JobSpec | None = None,
+) -> JobSpec:
+    """The job of a script, with the command's options. `before`: that of its last session. Raises SpecError."""
+    from raydist.spec.script import launched
+
+    asked = {"workers": workers, "cpus_per_worker": cpus, "gpus_per_worker": gpus}
+    given = {field: value for field, value in asked.items() if value is not None}
+    return launched(name, given, overrides or [], before)
+
+
 def _before(at: RunDir) -> JobSpec | None:
     """The job of the last session of that run. Raises UserError for a run that is not a script's."""
     from raydist.spec import read_stored
@@ -124,7 +145,8 @@ def _before(at: RunDir) -> JobSpec | None:
     return job
 
 
-def _faults(path: Path | None, job: JobSpec) -> tuple[Fault, ...]:
+def script_faults(path: Path | None, job: JobSpec) -> tuple[Fault, ...]:
+    """The faults of a file. Raises UserError for one that a script's run cannot have."""
     from raydist.faults import SlowData, StuckData, load
 
     found = load(path, job) if path is not None else ()

@@ -1,4 +1,4 @@
-"""`raydist submit`: submits a job or a sweep to a cluster through Ray's Jobs API.
+"""`raydist submit`: submits a job, a sweep or a script to a cluster through Ray's Jobs API.
 
 Runs in: the user's shell. Imports ray inside the command; never torch.
 """
@@ -12,7 +12,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,11 +21,13 @@ import typer
 from raydist.cli import options
 from raydist.errors import ClusterUnreachable, DataError, UsageError, UserError, WorkerFailed
 from raydist.redact import redact
-from raydist.run.directory import default_storage
+from raydist.run.directory import check_name, default_storage
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
+_Given = Mapping[str, Any]
+"""Options, None where they are not given."""
 _AWAY_S = 600.0
 """How long a cluster may be unreachable, for example while its head restarts."""
 _AGAIN_S = 2.0
@@ -40,9 +42,17 @@ def register(app: typer.Typer) -> None:
 
 def submit(
     spec: Annotated[
-        Path, typer.Argument(help="The job or the sweep: a YAML file under the working directory.", show_default=False)
+        Path,
+        typer.Argument(
+            help="The job or the sweep, a YAML file, or a Python script as for `raydist run`; under the working directory.",
+            show_default=False,
+        ),
     ],
     address: Annotated[str, typer.Option(help="The cluster's Jobs API: http://HEAD:8265.", show_default=False)],
+    arguments: options.Arguments = None,
+    workers: options.Workers = None,
+    cpus: options.Cpus = None,
+    gpus: options.Gpus = None,
     overrides: options.Overrides = None,
     deepspeed: options.DeepSpeed = None,
     name: options.Name = None,
@@ -64,7 +74,8 @@ def submit(
     ] = 0,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Print the job's id and return.")] = False,
 ) -> None:
-    """Submit a job or a sweep to a cluster and follow its log. Exits with its exit code. Ctrl-C stops only the following."""
+    """Submit a job, a sweep or a script to a cluster and follow its log. Exits with its exit code. Ctrl-C stops only the
+    following."""
     if no_wait and retries:
         raise UsageError(
             "--no-wait and --retries exclude one another",
@@ -72,29 +83,31 @@ def submit(
         )
     root = working_dir.resolve()
     inside = _inside(spec, root)
+    kind = "run" if spec.suffix == ".py" else "sweep" if _is_sweep(spec) else "train"
+    of_job = {"--deepspeed": deepspeed, "--until": until}
+    of_run = {"--faults": faults, "--fresh": fresh or None}
+    of_script = {"--workers": workers, "--cpus": cpus, "--gpus": gpus}
+    _check_options(kind, of_job, of_run, {**of_script, "arguments after --": arguments or None})
     # Errors in the job are reported here at once, not minutes later in a log.
-    swept = _is_sweep(spec)
-    if swept:
-        job_only = {"--deepspeed": deepspeed, "--until": until, "--faults": faults, "--fresh": fresh or None}
-        if unfit := [option for option, value in job_only.items() if value is not None]:
-            raise UsageError(
-                f"{', '.join(unfit)}: cannot be used with a sweep", "leave it out, or set it in the sweep's base"
-            )
-        jobs = _check_sweep(spec, overrides or [])
+    needed = [inside]
+    if kind == "run":
+        jobs = _check_script(spec, name, (workers, cpus, gpus), overrides or [], faults)
     else:
-        jobs = _check_job(spec, overrides or [], deepspeed, faults)
-    needed = _check_files(spec, overrides or [], root, swept, configured=deepspeed is not None)
-    needed += [inside, *_named_by(jobs, root)]
-    command = ["python", "-m", "raydist", "sweep" if swept else "train", str(inside)]
+        swept = kind == "sweep"
+        jobs = _check_sweep(spec, overrides or []) if swept else _check_job(spec, overrides or [], deepspeed, faults)
+        needed += _check_files(spec, overrides or [], root, swept, configured=deepspeed is not None)
+    needed += _named_by(jobs, root)
+    command = ["python", "-m", "raydist", kind, str(inside)]
     for text in overrides or []:
         command += ["--set", text]
     config = None if deepspeed is None else _inside(deepspeed, root)
     injected = None if faults is None else _inside(faults, root)
     passed = {"--deepspeed": config, "--name": name, "--storage": storage, "--until": until, "--faults": injected}
-    for option, value in passed.items():
+    for option, value in (passed | of_script).items():
         if value is not None:
             command += [option, str(value)]
-    if secret := [redact(word) for word in command if redact(word) != word]:
+    last = ["--", *arguments] if arguments else []
+    if secret := [redact(word) for word in command + last if redact(word) != word]:
         raise UsageError(
             f"{', '.join(secret)}: contains secrets, and everyone with access to the cluster can see a job's command",
             "leave them out, and give the nodes credentials in their environment (AWS_ACCESS_KEY_ID, an instance's role)",
@@ -102,7 +115,18 @@ def submit(
     needed += [path for path in (config, injected) if path is not None]
     storages = [default_storage(), *([storage] if storage else [])]
     once = ["--fresh"] if fresh else []
-    _submit(address, command, root, needed, storages, once=once, no_wait=no_wait, retries=retries)
+    _submit(address, command, root, needed, storages, once=once, last=last, no_wait=no_wait, retries=retries)
+
+
+def _check_options(kind: str, of_job: _Given, of_run: _Given, of_script: _Given) -> None:
+    """Raises UsageError for options of another kind of file. `of_run`: those that a sweep does not have."""
+    what, unfit, remedy = {
+        "train": ("a job", of_script, "set it in the job: cluster.workers, cpus_per_worker, gpus_per_worker"),
+        "sweep": ("a sweep", {**of_job, **of_run, **of_script}, "leave it out, or set it in the sweep's base"),
+        "run": ("a script", of_job, "leave it out: the script's session has these"),
+    }[kind]
+    if wrong := [option for option, value in unfit.items() if value is not None]:
+        raise UsageError(f"{', '.join(wrong)}: cannot be used with {what}", remedy)
 
 
 def _is_sweep(path: Path) -> bool:
@@ -121,6 +145,21 @@ def _check_job(path: Path, overrides: list[str], deepspeed: Path | None, faults:
         from raydist.faults import load as load_faults
 
         load_faults(faults, job)
+    return [job]
+
+
+def _check_script(
+    path: Path,
+    name: str | None,
+    resources: tuple[int | None, float | None, float | None],
+    overrides: list[str],
+    faults: Path | None,
+) -> list[JobSpec]:
+    from raydist.cli.run import check_script, script_faults, script_job
+
+    check_script(path)
+    job = script_job(check_name(name or path.stem), *resources, overrides)
+    script_faults(faults, job)
     return [job]
 
 
@@ -172,12 +211,13 @@ def _named_by(jobs: Iterable[JobSpec], root: Path) -> list[Path]:
     """
     from raydist.checkpoint.hub import options_with_files
     from raydist.data.sources import STDLIB, is_records
+    from raydist.spec.script import SESSION
 
     found: dict[Path, None] = {}
     for job in jobs:
         source, tokenizer = job.data.source or STDLIB, job.data.tokenizer
         modules = job.own_code()
-        data = {"data.path": job.data.path, "model.hf": job.model.hf}
+        data = {} if job.model.name == SESSION else {"data.path": job.data.path, "model.hf": job.model.hf}
         data |= {f"model.options.{key}": name for key, name in options_with_files(job).items()}
         if not is_records(source) and source != STDLIB:
             data["data.source"] = source
@@ -226,6 +266,7 @@ def _submit(
     storages: list[str],
     *,
     once: list[str],
+    last: list[str],
     no_wait: bool,
     retries: int,
 ) -> None:
@@ -241,14 +282,17 @@ def _submit(
         archive = Path(folder) / "package.zip"
         size = chosen.write(archive, package.JOBS_LIMIT)
         print(chosen.describe(size), file=sys.stderr)
-        _drive(url, words, archive, once=once, no_wait=no_wait, retries=retries)
+        _drive(url, words, archive, once=once, last=last, no_wait=no_wait, retries=retries)
 
 
-def _drive(url: str, words: list[str], package: Path, *, once: list[str], no_wait: bool, retries: int) -> None:
-    """Submits the command, and submits it again if its driver dies, up to `retries` times, then without the options in `once`."""
+def _drive(
+    url: str, words: list[str], package: Path, *, once: list[str], last: list[str], no_wait: bool, retries: int
+) -> None:
+    """Submits the command, and submits it again if its driver dies, up to `retries` times, then without the options in `once`.
+    `last`: the words after all options."""
     from raydist.run.status import LOST_AFTER_S
 
-    job = _start(url, shlex.join(words + once), package)
+    job = _start(url, shlex.join(words + once + last), package)
     if no_wait:
         print(job)
         return
@@ -273,7 +317,8 @@ def _drive(url: str, words: list[str], package: Path, *, once: list[str], no_wai
             raise WorkerFailed(f"job {job} ended as {status}", message)
         print(f"job {job} ended as {status}: {message or 'its driver died'}; submitting it again", file=sys.stderr)
         # The lease of a driver that died on another host must expire first.
-        job = _start(url, shlex.join([*words, "--wait-for-driver", str(2 * LOST_AFTER_S)]), package, wait_s=_AWAY_S)
+        again = [*words, "--wait-for-driver", str(2 * LOST_AFTER_S), *last]
+        job = _start(url, shlex.join(again), package, wait_s=_AWAY_S)
 
 
 def _start(url: str, entrypoint: str, package: Path, wait_s: float = 0.0) -> str:

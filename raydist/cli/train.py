@@ -66,12 +66,7 @@ def train(
             "--exclude-slow", help="Measure the nodes first, as `raydist check` does, and leave out the slow ones."
         ),
     ] = False,
-    dashboard: Annotated[
-        bool,
-        typer.Option(
-            "--dashboard", help="Serve the run's live page to this machine while it trains, and print its address."
-        ),
-    ] = False,
+    dashboard: options.Dashboard = False,
     as_json: options.LastJson = False,
 ) -> None:
     """Train a job to its end. The same command again resumes it."""
@@ -85,8 +80,6 @@ def train(
         starting.stage("job")  # before the imports that follow, which take seconds
         from raydist.checkpoint import hub, source
         from raydist.cluster import preflight
-        from raydist.dashboard.announced import link
-        from raydist.dashboard.beside import beside
         from raydist.observe.exporters import resolve
         from raydist.run.lease import DriverLease
         from raydist.spec import load
@@ -117,8 +110,6 @@ def train(
             if message := _already(run, job, dataset.fingerprint, total, until, allow_spec_change):
                 starting.note(message)
             else:
-                if not dashboard and (page := link(run)) is not None:
-                    starting.note(f"raydist: its live page: {page}")
                 supervise(
                     job,
                     run,
@@ -133,7 +124,7 @@ def train(
                     allow_spec_change=allow_spec_change,
                     wait_for_nodes=wait_for_nodes,
                     exclude_slow=exclude_slow,
-                    pages=beside(run, starting.note) if dashboard else None,
+                    dashboard=dashboard,
                 )
     from raydist.report.summary import show
 
@@ -219,10 +210,17 @@ def supervise(
     allow_spec_change: bool = False,
     wait_for_nodes: float = 0.0,
     exclude_slow: bool = False,
-    pages: contextlib.AbstractContextManager[None] | None = None,
+    dashboard: bool = False,
     script: Mapping[str, Any] | None = None,
 ) -> None:
-    """Trains until the run ends. `dataset` and `total`, its steps: None with a `script`, a Script's fields, which has its own."""
+    """Trains until the run ends. `dataset` and `total`, its steps: None with a `script`, a Script's fields, which has its own.
+    `dashboard`: its page is served meanwhile; otherwise that of a dashboard of its storage is named, if one runs."""
+    from raydist.dashboard.announced import link
+    from raydist.dashboard.beside import beside
+
+    pages = beside(run, starting.note) if dashboard else contextlib.nullcontext()
+    if not dashboard and (page := link(run)) is not None:
+        starting.note(f"raydist: its live page: {page}")
     place = where(address)
     starting.stage("ray", None if place == "local" else "connecting to Ray")
     from raydist.cluster import preflight
@@ -236,7 +234,7 @@ def supervise(
     cwd = Path.cwd()
     run.storage.write(SPEC, stored(job).encode())
     with (
-        pages or contextlib.nullcontext(),
+        pages,
         run_logs(run) as log_dir,
         open_session(
             place,

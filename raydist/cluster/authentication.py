@@ -19,9 +19,9 @@ _GIVE = f"put the token that `ray get-auth-token` prints on the head in {TOKEN},
 def token_mode() -> dict[str, str]:
     """Variables that make Ray's clients send the token, if there is one: `ray start --head` then requires it.
 
-    Empty if RAY_AUTH_MODE is already set.
+    Empty if RAY_AUTH_MODE is already set to something.
     """
-    if MODE in os.environ or not _source():
+    if os.environ.get(MODE) or not _source():
         return {}
     return {MODE: "token"}
 
@@ -64,22 +64,50 @@ def refused(where: str) -> UserError:
     return UserError(f"{where} rejects the token of {source}: the cluster has a different one", _GIVE)
 
 
-def check_head(address: str) -> None:
-    """Asks the head at HOST:PORT whether it accepts the token. Ray's own client would retry for 20 s and give no reason.
+def check_head(address: str) -> dict[str, str]:
+    """The variable with which Ray's client connects to the head at HOST:PORT: with a token only if the head requires one. For a
+    driver that uses a token requires one, too, and so refuses the workers of a cluster without.
 
-    Raises UserError if the head rejects the token, ClusterUnreachable if no Ray head answers.
+    Raises UserError if the head rejects the token, or requires none and RAY_AUTH_MODE is `token`; ClusterUnreachable if no Ray head
+    answers. Ray's own client would retry for 20 s and give no reason.
     """
+    mode = _mode()
+    modes = [mode or "disabled"]
+    if mode == "token" or (not mode and _source()):
+        modes = ["disabled", "token"]
+    for each in modes:
+        if _accepts(address, each):
+            if each != "token" == mode:
+                raise UserError(
+                    f"the Ray cluster at {address} requires no token, and with {MODE}=token this driver would refuse its workers",
+                    f"unset {MODE}, or start the cluster with it",
+                )
+            return {MODE: each}
+    raise refused(f"the Ray cluster at {address}")
+
+
+def _accepts(address: str, mode: str) -> bool:
+    """Whether the head accepts what Ray's client sends in that mode. Raises ClusterUnreachable, and UserError for an unreadable
+    token."""
     import grpc
 
     from raydist.cluster.ray_private import init_grpc_channel
 
-    check_token()
-    channel = init_grpc_channel(address, options=[("grpc.enable_http_proxy", 0)])  # as in Ray's own client
+    before = os.environ.get(MODE)
+    os.environ[MODE] = mode
+    try:
+        check_token()
+        reread()
+        channel = init_grpc_channel(address, options=[("grpc.enable_http_proxy", 0)])  # as in Ray's own client
+    finally:
+        os.environ.pop(MODE)
+        if before is not None:
+            os.environ[MODE] = before
     try:
         channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=_ANSWER_S)
     except grpc.RpcError as error:
         if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-            raise refused(f"the Ray cluster at {address}") from None
+            return False
         why = error.details() or error.code().name
         raise ClusterUnreachable(
             f"cannot connect to the Ray cluster at {address}: {' '.join(why.split())}",
@@ -87,6 +115,7 @@ def check_head(address: str) -> None:
         ) from None
     finally:
         channel.close()
+    return True
 
 
 def _mode() -> str:

@@ -6,6 +6,7 @@ Runs in: `raydist submit`. Imports ray inside functions; never torch.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 _ANSWER_S = 10.0
+_AGENT_S = 60.0
+"""How long a cluster may have no agent to start a job: the head's registers some seconds after its Jobs API answers."""
+_AGAIN_S = 1.0
+_NO_AGENT = "No available agent"
 _TOO_LARGE = ("413", "Too Large", "Maximum request body size")
 
 
@@ -74,19 +79,32 @@ def submit(url: str, entrypoint: str, package: Path, variables: Mapping[str, str
 
     client = connect(url)
     environment = {"working_dir": str(package), "env_vars": dict(variables)}
-    try:
-        return str(client.submit_job(entrypoint=entrypoint, runtime_env=environment))
-    except AuthenticationError:
-        raise authentication.refused(f"the cluster at {url}") from None
-    except (requests.RequestException, OSError, RuntimeError, ValueError) as error:
-        if any(word in str(error) for word in _TOO_LARGE):
-            raise UserError(
-                f"{url} does not accept a package of {package.stat().st_size:,} bytes (413)",
-                "a proxy in front of the dashboard may accept less than its 100 MiB: raise its limit, or ship less (.rayignore)",
-            ) from None
-        raise ClusterUnreachable(
-            f"the Jobs API at {url} refused the job: {_why(error)}", "see the dashboard's log on the head"
-        ) from None
+    until = time.monotonic() + _AGENT_S
+    while True:
+        try:
+            return str(client.submit_job(entrypoint=entrypoint, runtime_env=environment))
+        except AuthenticationError:
+            raise authentication.refused(f"the cluster at {url}") from None
+        except (requests.RequestException, OSError, RuntimeError, ValueError) as error:
+            if _NO_AGENT not in str(error):
+                raise _refused(url, error, package) from None
+            if time.monotonic() >= until:
+                raise ClusterUnreachable(
+                    f"the cluster at {url} has had no agent that starts jobs for {_AGENT_S:g} s",
+                    "see dashboard_agent.log on the head; two heads on one host need a --dashboard-agent-listen-port each",
+                ) from None
+        time.sleep(_AGAIN_S)
+
+
+def _refused(url: str, error: Exception, package: Path) -> UserError:
+    if any(word in str(error) for word in _TOO_LARGE):
+        return UserError(
+            f"{url} does not accept a package of {package.stat().st_size:,} bytes (413)",
+            "a proxy in front of the dashboard may accept less than its 100 MiB: raise its limit, or ship less (.rayignore)",
+        )
+    return ClusterUnreachable(
+        f"the Jobs API at {url} refused the job: {_why(error)}", "see the dashboard's log on the head"
+    )
 
 
 def _is_ray(answer: object) -> bool:

@@ -236,11 +236,12 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     # Inside `ray job submit` both the job and we set variables: ours take precedence, the job's working_dir stays.
     variables = {**_DRIVER, "RAY_ADDRESS": address, "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}
-    with _environment({**authentication.token_mode(), **variables}):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment(variables))
         import ray
 
+        stack.enter_context(_environment(authentication.check_head(address)))
         authentication.reread()
-        authentication.check_head(address)
         with tempfile.TemporaryDirectory(prefix="raydist-package-") as folder:
             if working_dir is not None and not in_job:
                 archive = Path(folder) / "package.zip"

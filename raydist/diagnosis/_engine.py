@@ -25,7 +25,7 @@ from raydist.run.telemetry_schema import GPU, NODE, OPS, PHASES, RANK
 
 HOLD_S = 15.0
 """A finding is over when it has not been found again for this long."""
-SETTLE_S = 9.0
+SETTLE_S = 3.0
 """After the first step of an attempt its ranks still fill caches: readings of this time are not judged."""
 AGAIN_S = 60.0
 """Least time between two changes of a finding that are told."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from raydist.diagnosis._window import RECENT, Array, Window, deviation, median
+from raydist.diagnosis._window import RECENT, Array, Window, deviation, median, newest
 from raydist.records import Finding, Severity
 
 LEAST_LOST = 0.15
@@ -21,23 +21,26 @@ CROWDED = 0.5
 by chance. On two cores with five other users, two healthy ranks lacked a processor for 0.35 to 0.57 of the time, and one was behind
 by up to 0.2 for 12 s."""
 BUSY, PATIENCE = 0.1, 2
-"""If its peers lack a processor for BUSY of the time, a rank must be late for PATIENCE times RECENT parts: what other users of a
-host take from one rank comes and goes."""
+"""If its peers lack a processor for BUSY of the time, a rank must be late for PATIENCE times RECENT parts, and FEW differences must
+be known: what other users of a host take from one rank comes and goes."""
 RATIO = 1.25
 """A slow rank needs this many times as long as the median of its peers."""
 SIGMAS = 4.0
 """And the mean of its excess over RECENT parts must be this many times the run's own noise, the spread of the excess of a single
 part: 8 times the spread of such a mean, if parts are independent."""
 FEW = 12
-"""Differences of parts that the noise takes. With fewer, down to those between the judged parts alone, both limits rise in
-proportion: a rank that costs 0.6 of the time is named before the run has a history."""
+"""Differences of parts that the noise takes. With fewer, down to the two between three judged parts, both limits rise in
+proportion: a rank that costs 0.9 of the time is named after 9 s, one that costs 0.6 after 12 s, before the run has a history."""
+LEFT_OUT = 1.5
+"""Spread of normal noise over that without the largest of 3 values; 1.3 of 7."""
 COMMON = {
     "lost": (
         f"{LEAST_LOST:g} of the time; {FEW} times that over n, if n < {FEW} differences of parts are known",
         "three times what a change of the host's load costs for 12 s (docs/explanation/doctor.md)",
     ),
     "crowded": (
-        f"and {CROWDED:g} of the time that its peers have no processor; if that is {BUSY:g} or more, for {PATIENCE} times as long",
+        f"and {CROWDED:g} of the time that its peers have no processor; if that is {BUSY:g} or more, for {PATIENCE} times as long, "
+        f"and not before {FEW} differences are known",
         "two healthy ranks on a crowded host: up to 0.35; benchmarks/doctor.py --held-back: 1 of 72 healthy runs without it",
     ),
     "times": (
@@ -50,7 +53,10 @@ COMMON = {
     ),
 }
 """Limits of slow_compute and slow_data -> (value, source)."""
-_HELD = f", or its process was held from outside, or held back by a CPU quota, for {LEAST_LOST:.0%} of the time"
+_HELD = (
+    f", or its process was held from outside, or held back by a CPU quota, Python's collector or hooks, for {LEAST_LOST:.0%} of "
+    "the time"
+)
 _SLOW = f"it costs {LEAST_LOST:.0%} of the time, is {RATIO:g} times the median of its peers, steady, and above the run's own noise"
 OF_RANKS = ("slow_compute", "slow_data")
 SYMPTOMS = {
@@ -171,26 +177,35 @@ def _slow_ranks(window: Window, symptom: str) -> Iterator[Slow]:
 
 def _kept(window: Window) -> Iterator[Slow]:
     """Ranks that are named without any noise: those that were held from outside for LEAST_LOST of the time, and those that a CPU
-    quota kept back for that long while they computed longer than their peers."""
-    ranks = window.keys("rank")
-    quota, held = window.recent("rank", "throttled_seconds"), window.held
-    if max(np.nan_to_num(quota).max(initial=0.0), np.nan_to_num(held).max(initial=0.0)) < LEAST_LOST:
+    quota, the garbage collector or the job's hooks kept back for that long while they computed longer than their peers."""
+    ranks, held = window.keys("rank"), np.nan_to_num(window.held)
+    kept = [found for column, parts in _KEPT.items() if (found := _share_of(window, column, parts)) is not None]
+    if not kept and held.max(initial=0.0) < LEAST_LOST:
         return
     for rows in _stages(window):
-        shares = window.share("compute")[rows]
-        own = np.nan_to_num(shares[:, -RECENT:].mean(axis=1))
+        own = np.nan_to_num(newest(window.share("compute")[rows]))
         for i, row in enumerate(rows):
             peers = np.delete(np.arange(len(rows)), i)
             usual = float(np.median(own[peers])) if len(peers) else 0.0
             more = own[i] - usual if len(peers) and not window.long_steps else 0.0
-            others = quota[rows][peers]
-            capped = (
-                float(quota[row] - np.median(others[~np.isnan(others)])) if (~np.isnan(others)).any() else quota[row]
-            )
-            lost = max(float(np.nan_to_num(held[row])), min(float(np.nan_to_num(capped)), float(more)))
+            capped = max((one[row] - np.median(one[rows][peers]) for one in kept if len(peers)), default=0.0)
+            lost = max(float(held[row]), min(float(capped), float(more)))
             if lost >= LEAST_LOST:
                 times = float(own[i] / max(usual, 0.05)) if own[i] > 0 else float("nan")
                 yield Slow("slow_compute", ranks[row], row, tuple(rows[j] for j in peers), lost, times, 0.0)
+
+
+_KEPT = {"throttled_seconds": 1, "gc_seconds": RECENT - 1, "hooks_seconds": RECENT - 1}
+"""Column -> in how many of the newest parts there must be some of it: one long collection is no symptom, one quota is."""
+
+
+def _share_of(window: Window, column: str, parts: int) -> Array | None:
+    """[R] the share of time in it, 0 where it is in fewer parts; None if no rank has LEAST_LOST."""
+    values = window.series("rank", column)[:, -RECENT:]
+    known = np.nan_to_num(newest(values))
+    if known.max(initial=0.0) < LEAST_LOST:
+        return None
+    return np.where((values >= STEADY * LEAST_LOST).sum(axis=1) >= parts, known, 0.0)
 
 
 def _stages(window: Window) -> list[list[int]]:
@@ -208,11 +223,11 @@ def _compared(window: Window, symptom: str) -> Iterator[Slow]:
     if share.shape[1] < RECENT or window.long_steps or (symptom == "slow_compute" and window.single_step):
         return
     delays = window.series("rank", "run_delay_seconds") - np.nan_to_num(window.series("rank", "throttled_seconds"))
-    delays = np.clip(np.nan_to_num(delays), 0.0, None)
+    delays = np.clip(delays, 0.0, None)
     for rows in _stages(window):
         if len(rows) < 2:
             continue
-        delay = delays[rows][:, -RECENT:].mean(axis=1)
+        delay = np.nan_to_num(newest(delays[rows]))
         for i, found in _excess(share[rows], CROWDED * delay).items():
             yield Slow(symptom, ranks[rows[i]], rows[i], tuple(r for r in rows if r != rows[i]), *found)
 
@@ -222,21 +237,25 @@ def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]
     the limit of a rank rises if its peers have it."""
     middle = _lower_median(own)
     apart = own - middle
-    noise, others = _noise(own), float(np.mean(middle[-RECENT:]))
+    noise, others = _noise(own), float(newest(middle[None])[0])
     known = int((~np.isnan(np.diff(apart, axis=1))).sum(axis=1).min())
-    few = max(FEW / known, 1.0) if known >= RECENT - 1 else float("inf")
+    few = max(FEW / known, 1.0) if known >= RECENT - 2 else float("inf")
+    late, takes = newest(apart), newest(own)
     found = {}
     for i in range(len(own)):
-        lost = float(apart[i, -RECENT:].mean())
+        lost = float(late[i])
         if not lost >= few * LEAST_LOST:  # NaN is not, either
             continue
         crowd = float(np.median(np.delete(crowded, i)))
-        parts = RECENT * (PATIENCE if crowd >= CROWDED * BUSY else 1)
+        busy = crowd >= CROWDED * BUSY
+        if busy and few > 1:
+            continue
+        parts = RECENT * (PATIENCE if busy else 1)
         last = apart[i, -parts:]
         enough = max(few * LEAST_LOST + crowd, few * SIGMAS * noise)
         steady = len(last) == parts and (last >= STEADY * enough).sum() >= parts * (RECENT - 1) / RECENT
-        times = float(own[i, -RECENT:].mean()) / max(others, 0.05)
-        if steady and min(lost, float(last.mean())) >= enough and times >= RATIO:
+        times = float(takes[i]) / max(others, 0.05)
+        if steady and min(lost, float(np.nanmean(last))) >= enough and times >= RATIO:
             found[i] = lost, times, noise
     return found
 
@@ -245,14 +264,18 @@ def _noise(own: Array) -> float:
     """[R, N] shares -> the spread of a rank's excess over its peers from one part to the next.
     From differences of neighbours, so that a fault that lasts does not count as noise. The larger of a robust one and the root mean
     square before the newest parts: uneven batches have rare large differences, which a robust spread leaves out. Of fewer than FEW
-    the root mean square alone, with the newest parts."""
+    the root mean square alone, with the newest parts, without the largest difference of each rank, where a fault may begin."""
     usual = own[:1] if len(own) == 2 else median(own.T)[None]
     apart = (own[1:] if len(own) == 2 else own) - usual
     steps = np.diff(apart, axis=1)
     few = (~np.isnan(steps)).sum(axis=1).min(initial=FEW) < FEW
-    past = steps if few else steps[:, :-RECENT]
+    past = steps[:, :-RECENT]
+    if few:
+        past = steps.copy()
+        past[np.arange(len(past)), np.nan_to_num(np.abs(past)).argmax(axis=1)] = np.nan
     square = [float(np.nanmean(row**2)) if (~np.isnan(row)).any() else 0.0 for row in past]
-    return max(float(np.median(deviation(steps))), float(np.sqrt(np.median(square)))) / 2**0.5
+    square_root = float(np.sqrt(np.median(square))) / 2**0.5
+    return LEFT_OUT * square_root if few else max(float(np.median(deviation(steps))) / 2**0.5, square_root)
 
 
 def _lower_median(values: Array) -> Array:

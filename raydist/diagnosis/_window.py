@@ -293,8 +293,8 @@ class Window:
         return found
 
     def recent(self, kind: str, column: str) -> Array:
-        """[S] the mean of the newest RECENT parts; NaN where a part is missing."""
-        return np.asarray(self.series(kind, column)[:, -RECENT:].mean(axis=1))
+        """[S] the mean of the newest RECENT parts; NaN where more than one is missing."""
+        return newest(self.series(kind, column))
 
     def before(self, kind: str, column: str) -> Array:
         """[S] the median of the parts before; NaN if there are fewer than RECENT."""
@@ -355,6 +355,15 @@ class Window:
         """The rank's stage in a pipeline: only ranks of one stage do equal work."""
         stages = int(self.setting("parallel.pipeline", 1) or 1)
         return rank * stages // max(ranks, 1)
+
+
+def newest(values: Array) -> Array:
+    """[S, N] -> [S]: the mean of the newest RECENT parts; NaN where more than one is missing."""
+    last = values[:, -RECENT:]
+    known = ~np.isnan(last)
+    count = known.sum(axis=1)
+    total = np.where(known, last, 0.0).sum(axis=1)
+    return np.where(count >= RECENT - 1, total / np.maximum(count, 1), np.nan)
 
 
 def median(values: Array, least: int = 1) -> Array:

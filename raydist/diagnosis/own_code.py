@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from raydist.diagnosis._symptoms import Candidate, figure, slow_ranks
-from raydist.diagnosis._window import Window
+from raydist.diagnosis._window import Window, newest
 from raydist.diagnosis.swapping import FAULT_S
 
 SYMPTOM = "slow_compute"
@@ -27,7 +27,7 @@ WEIGHT = 0.9
 def check(window: Window) -> Iterator[Candidate]:
     """What remains of the lost time."""
     cpu = window.recent("rank", "cpu_seconds")
-    computes = window.share("compute")[:, -4:].mean(axis=1)
+    computes = newest(window.share("compute"))
     delay = window.recent("rank", "run_delay_seconds")
     explained = (
         ("run_delay_seconds", 1.0),

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from raydist.faults import host_kinds  # noqa: F401 - its faults are subclasses, too
-from raydist.faults.base import AtPhase, By, Fault, InForward, OfRank
+from raydist.faults.base import AtPhase, By, Fault, InForward, OfRank, Phase
 
 
 class Kill(AtPhase):
@@ -149,6 +149,22 @@ class LossSpike(InForward):
 
     fault: Literal["loss_spike"] = "loss_spike"
     factor: float = Field(1000.0, gt=1, description="The factor.")
+
+
+class ExpertImbalance(Fault):
+    """Routers send many tokens to the first experts of each layer, in the training passes of each step."""
+
+    fault: Literal["expert_imbalance"] = "expert_imbalance"
+    experts: int = Field(1, ge=1, description="How many experts get them; of a layer with fewer, all.")
+    tokens: float = Field(
+        0.5, gt=0, le=1, description="Share of each micro-batch's tokens; of 1 the other experts get none."
+    )
+    steps: int = Field(1, ge=1, description="Number of steps.")
+
+    @property
+    def at(self) -> Phase:
+        """The first forward pass."""
+        return "forward"
 
 
 class FlipBit(AtPhase):

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from raydist import registry
 from raydist.errors import SpecError
 from raydist.faults.base import Fault
-from raydist.faults.kinds import KINDS, SkipCollective
+from raydist.faults.kinds import KINDS, ExpertImbalance, SkipCollective
 from raydist.spec import JobSpec
 from raydist.spec.load import read_yaml
 from raydist.spec.parts import SpecValueError
@@ -92,4 +92,7 @@ def _conflicts(fault: Fault, job: JobSpec) -> list[str]:
         found.append(f"{fault.fault}: step: {fault.step}: the job ends after step {steps}; give an earlier one")
     if isinstance(fault, SkipCollective) and workers == 1:
         found.append(f"{fault.fault}: rank: {fault.rank}: no other rank waits for it; raise cluster.workers")
+    if isinstance(fault, ExpertImbalance) and registry.described("model", job.model.name, "experts") is None:
+        remedy = "remove it, or use a model with experts (docs/reference/models.md)"
+        found.append(f"{fault.fault}: the model {job.model.name} has no experts; {remedy}")
     return found

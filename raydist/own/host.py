@@ -84,9 +84,9 @@ class Alone:
         """`step` is done. Whether it is the first one of an attempt that copies its state to memory."""
         return False
 
-    def agree(self, vote: float) -> tuple[bool, bool, bool]:
+    def agree(self, vote: float, requested: bool) -> tuple[bool, bool, bool]:
         """Whether the run is to end after this step, to save a checkpoint, to copy the state to memory; every rank. `vote`: this
-        rank's, see `MemoryCheckpointer.vote`.
+        rank's, see `MemoryCheckpointer.vote`; `requested`: see `CheckpointManager`.
         """
         return False, False, False
 
@@ -154,20 +154,14 @@ class Launched:
             here.reporter.say("first_step", attempt=here.job.attempt, step=step, **data)
         return True
 
-    def agree(self, vote: float) -> tuple[bool, bool, bool]:
+    def agree(self, vote: float, requested: bool) -> tuple[bool, bool, bool]:
         """Rank 0 knows the driver's command and users' requests; a copy is taken if rank 0 wants one and no rank is busy with the
         last."""
-        reporter = self.reporter
-        stops, wants = (
-            reporter is not None and reporter.command == "stop",
-            reporter is not None and reporter.wants_checkpoint,
-        )
-        sums = torch.tensor([float(stops), float(wants), vote], dtype=torch.float64)
+        stops = self.reporter is not None and self.reporter.command == "stop"
+        sums = torch.tensor([float(stops), float(requested), vote], dtype=torch.float64)
         if self.rank.world_size > 1:
             dist.all_reduce(sums, group=self.rank.control)
         stop, save, votes = sums.tolist()
-        if save and reporter is not None:
-            reporter.saves()
         return stop > 0, save > 0, votes == 1.0
 
     def close(self, outcome: Outcome) -> None:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 from raydist.data.batches import Batches, Cursor
 from raydist.data.order import IntArray
@@ -42,7 +43,12 @@ class Samples(Protocol):
 
 
 def samples_of(dataset: Any, batch: int, seed: int) -> Samples:
-    """Raises UserError for a dataset that could not be continued where a killed run ended."""
+    """Raises UserError for a dataset that could not be continued where a killed run ended, and for one that gives batches."""
+    if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
+        raise UserError(
+            f"dataset: a {type(dataset).__name__} gives batches, and the session makes them itself, for all ranks",
+            "give it the loader's dataset; or a loader with a state that gives samples: batch_size=None",
+        )
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return _Indexed(dataset, batch, seed)
     if all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict")):

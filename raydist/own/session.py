@@ -114,6 +114,8 @@ class Session:
             self._fingerprint += f" with {type(scheduler).__name__}"
         self._total = int(spec.train.steps or 0)
         self._at = Progress()
+        self._checkpoints: CheckpointManager | None = None
+        self._training: Training | None = None
         self.counts = True
         self._backward = self._stepped = False
         self._last = self._stops = False
@@ -125,8 +127,9 @@ class Session:
         global _open
         if _open is not None:
             raise UsageError("a session is open in this process already", "leave its `with` block first")
+        if self._training is not None:
+            raise UsageError("the session has ended", "make another one")
         self._host = host()
-        self._checkpoints: CheckpointManager | None = None
         self._saves = False
         _open = self
         try:
@@ -179,6 +182,7 @@ class Session:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's micro-batches of the steps that are left."""
+        training = self._distributed()
         spec, rank, first, heartbeat = self._spec, self.rank, self._at.step, self._host.heartbeat
         while self._at.step < self._total and not self._stops:
             self.number = self._at.step + 1
@@ -198,7 +202,7 @@ class Session:
                 distributed.seed_all(spec.train.seed, "own", self.number, int(part[0]))
                 made = tree_map(self._to_device, self._collate([self._samples.sample(int(i)) for i in part]))
                 self._last, self._backward, self._stepped = index == len(mine) - 1, False, False
-                self._training.begin(self.number)
+                training.begin(self.number)
                 self._step.read += time.perf_counter() - began
                 heartbeat.enter("forward")
                 yield made
@@ -212,6 +216,7 @@ class Session:
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Adds the gradient of `loss`, the mean over a micro-batch, times its `weight`: its samples or tokens. A
         collective: gradients are summed over the ranks meanwhile. Raises GraphMismatch if the first loss leaves out parameters."""
+        training = self._distributed()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UserError(f"backward: the loss is not a scalar: {shape}", "give its mean over the batch")
@@ -223,7 +228,7 @@ class Session:
         if self._backward:
             raise UsageError("backward() was called twice for one batch", "add the losses, and call it once")
         self._host.heartbeat.enter("backward")
-        self._training.backward(loss, weight if self.counts else 0.0, self._last)
+        training.backward(loss, weight if self.counts else 0.0, self._last)
         self._backward = True
 
     def step(self) -> bool:
@@ -244,15 +249,15 @@ class Session:
         return value.to(self.rank.device) if isinstance(value, Tensor) else value
 
     def _update(self) -> None:
-        at, step = self._at, self._step
-        sums = self._training.reduce()
+        at, step, training = self._at, self._step, self._distributed()
+        sums = training.reduce()
         checkpoints, heartbeat = self._manager(), self._host.heartbeat
         self._host.before_update()
         heartbeat.enter("save")  # it may wait until a copy of the state is complete
         checkpoints.before_update()
         heartbeat.enter("update")
         lr = float(self._optimizer.param_groups[0]["lr"])
-        self._training.update(sums)
+        training.update(sums)
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(sums.loss)
         elif self._scheduler is not None:
@@ -284,7 +289,7 @@ class Session:
             checkpoints.prepare()
         ending = at.step == self._total
         due = checkpoints.due(at.step, ending)
-        self._stops, asked, copies = self._host.agree(checkpoints.vote(due))
+        self._stops, asked, copies = self._host.agree(checkpoints.vote(due), checkpoints.requested)
         heartbeat.enter("save")
         if due or asked:
             self._save(ending)
@@ -301,9 +306,13 @@ class Session:
             self._manager().save(ending)
 
     def _manager(self) -> CheckpointManager:
-        if self._checkpoints is None:
-            raise UsageError("the session is not open", "use it in a `with` statement")
+        assert self._checkpoints is not None, "within `with`"
         return self._checkpoints
+
+    def _distributed(self) -> Training:
+        if self._training is None:
+            raise UsageError("the session is not open", "use it in a `with` statement: `with rd.session(...) as s`")
+        return self._training
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Saves what is not saved, and leaves the group. Every rank."""
@@ -311,9 +320,10 @@ class Session:
         try:
             if error is None:
                 self._host.heartbeat.enter("end")
+                training = self._distributed()
                 if self._at.step < self._total:
-                    self._training.meet(leaves=True)  # names the ranks that leave alone
-                self._training.end()
+                    training.meet(leaves=True)  # names the ranks that leave alone
+                training.end()
                 if 0 < self._at.step < self._total:
                     self._save(True)
                 self._manager().finish()
@@ -327,6 +337,8 @@ class Session:
     def _close(self, status: str) -> None:
         global _open
         _open = None
+        if self._training is not None:
+            self._training.close()
         if self._checkpoints is not None and self._saves:
             self._checkpoints.close()
         self._host.close(Outcome(status, self._at.step, self._at.loss, None))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from raydist import registry
-from raydist.errors import GraphMismatch, NonFinite, TrainingStopped, UserError
+from raydist.errors import GraphMismatch, NonFinite, TrainingStopped, UsageError, UserError
 from raydist.own.arguments import give_shards
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
@@ -74,12 +74,14 @@ class Training:
         self._first = ExitStack()
         self._meets = False
         self._losses: list[tuple[Tensor, float]] = []  # of the step so far, with their weights
+        self._step, self._given = 0, False
+        self._guard = optimizer.register_step_pre_hook(lambda *_: self._check_update())
         if self._splits:
             model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True)
 
     def begin(self, step: int) -> None:
         """The user's code has a batch."""
-        self._step, self._meets = step, self._splits
+        self._step, self._given, self._meets = step, True, self._splits
         if self._found is not None and not self._found:
             self._found = {p: plain_name(n) for n, p in self._model.named_parameters() if p.requires_grad}
             if isinstance(self._model, FSDPModule):
@@ -95,6 +97,11 @@ class Training:
             check_loss(loss, self._found, list(self.shards), self.mesh)
             self._first.close()
             self._found = None
+        if self._losses and not self._splits and all(s.local.grad is None for s in self.shards.values()):
+            raise UsageError(
+                f"step {self._step}: the gradients of its first micro-batches were dropped: optimizer.zero_grad() was called",
+                "leave it out: the session does it after each update",
+            )
         self._losses.append((loss.detach(), weight))  # not read here: the host would wait for the device
         with self._strategy.accumulate(last):
             (loss * (weight * self._strategy.loss_factor)).backward()  # type: ignore[no-untyped-call]
@@ -102,6 +109,7 @@ class Training:
     def reduce(self) -> Sums:
         """Ends the passes of a step: every shard has its gradient, of the sum of all losses. A collective."""
         device = self._rank.device
+        self._given = False
         self._strategy.finish_grads()
         without = [name for name, s in self.shards.items() if s.local.numel() and s.local.grad is None]
         if without:
@@ -147,9 +155,14 @@ class Training:
     def end(self) -> None:
         """Drops gradients of a step that is not ended. Each rank has the newest weights, of those that it holds whole. A
         collective."""
+        self._given = False
         self._first.close()
         self._strategy.gather()
         self._strategy.zero_grad()
+
+    def close(self) -> None:
+        """The optimizer is the script's again."""
+        self._guard.remove()
 
     def meet(self, leaves: bool = False) -> None:
         """Raises TrainingStopped, on every rank, if some ranks leave their loop here, and others do not. A collective."""
@@ -163,6 +176,13 @@ class Training:
             raise TrainingStopped(
                 f"step {self._step}: rank {', '.join(map(str, gone))} left its loop, and the others did not",
                 "end the loop in the same place on every rank",
+            )
+
+    def _check_update(self) -> None:
+        if self._given:
+            raise UsageError(
+                f"step {self._step}: optimizer.step() was called, and the session's step() makes the update",
+                "leave out optimizer.step()",
             )
 
     def _before_forward(self) -> None:

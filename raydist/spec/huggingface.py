@@ -183,7 +183,7 @@ def reader_of(config: Config) -> tuple[str, HuggingFace]:
         if (format := format_of(name)) is not None and format.reads:
             known |= {kind: (name, format) for kind in format.types}
     kind = config.get("model_type")
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise UserError(f"model_type {kind!r}: no model here reads it", f"there are: {', '.join(sorted(known))}")
     return known[kind]
 
@@ -195,7 +195,9 @@ def decoder_fields(config: Config, options: DecoderOptions) -> dict[str, Any]:
             raise UserError(f"{key}: {config[key]!r} is not computed here", f"only {computed!r} is")
     width, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
     base, scaling = _rotary(config)
-    kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim")
+    kv_heads, head_dim = (
+        None if config.get(key) is None else need(config, key) for key in ("num_key_value_heads", "head_dim")
+    )
     given = {
         "head_dim": None if head_dim is None or head_dim * heads == width else head_dim,
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
@@ -205,7 +207,7 @@ def decoder_fields(config: Config, options: DecoderOptions) -> dict[str, Any]:
         "layers": need(config, "num_hidden_layers"),
         "width": width,
         "heads": heads,
-        "kv_heads": None if kv_heads == heads else kv_heads,
+        "kv_heads": None if kv_heads == heads else kv_heads or None,
         "context": need(config, "max_position_embeddings"),
         "hidden": need(config, "intermediate_size"),
         "tie_embeddings": config.get("tie_word_embeddings", False),
@@ -238,23 +240,34 @@ def decoder_config(spec: ModelSpec, options: DecoderOptions) -> dict[str, Any]:
     }
 
 
-def need(config: Config, key: str) -> Any:
-    """A key of a config.json. Raises UserError where it is missing."""
-    if config.get(key) is None:
-        raise UserError(f"{key}: is missing", "take the config.json that belongs to the weights")
-    return config[key]
+def need(config: Config, key: str) -> int:
+    """A whole number of a config.json. Raises UserError where it is missing, or something else."""
+    value = config.get(key)
+    if value is None:
+        raise UserError(f"{key}: is missing", _ITS_OWN)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"{key}: {value!r} is not a whole number", _ITS_OWN)
+    return value
+
+
+_ITS_OWN = "take the config.json that belongs to the weights"
 
 
 def _rotary(config: Config) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling of rotary frequencies, as `transformers` 5 and 4 write them."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    base = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0)
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise UserError(f"rope_parameters: {given!r} is no table of values", _ITS_OWN)
+    rope = dict(given)
+    base = rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
+    if not isinstance(base, (int, float)):
+        raise UserError(f"rope_theta: {base!r} is not a number", _ITS_OWN)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UserError("partial_rotary_factor: is not computed here", "only 1.0 is")
     if kind == "default":
-        return base, None
+        return float(base), None
     if kind in ("llama3", "yarn") and "original_max_position_embeddings" not in rope:
         rope["original_max_position_embeddings"] = need(config, "max_position_embeddings")
-    return base, {"rope_type": kind, **{key: value for key, value in rope.items() if value is not None}}
+    return float(base), {"rope_type": kind, **{key: value for key, value in rope.items() if value is not None}}

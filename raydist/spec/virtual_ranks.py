@@ -63,9 +63,9 @@ def check(spec: JobSpec) -> None:
     if plan.sharded and spec.optim.name not in ELEMENTWISE and not whole:  # whole matrices are refused there anyway
         raise problem("optim.name", spec.optim.name, f"is not known to update parts of a parameter with the same bits ({name})",
                       f"take {' or '.join(ELEMENTWISE)}, or parallel.strategy: ddp")  # fmt: skip
-    if train.compile and (parallel.unit > 1 or registry.described("model", spec.model.name, "experts") is not None):
-        raise problem("train.compile", train.compile, f"does not go with {name} on a mesh, or for a model with experts: that the "
-                      "same code is compiled on every rank is shown for others only", "set false")  # fmt: skip
+    if train.compile and registry.described("model", spec.model.name, "experts") is not None:
+        raise problem("train.compile", train.compile, f"does not go with {name} for a model with experts: each shape is compiled "
+                      "for itself, and an expert has another number of rows in every pass", "set false")  # fmt: skip
     for field, value, default, why, remedy in (
         ("train.compile", "blocks" if train.compile is False else train.compile, "blocks",
          "the code of a whole model contains what its strategy does", "set blocks, or false"),

@@ -135,7 +135,7 @@ class _Run(Assembly):
                             vote=self.checkpoints.vote(self._checkpoint_due(at.step, ending)),
                             trace=self.tracer.requested(self.reporter.traces) if self.reporter else (0, 0),
                             samples=len(batch.ids),
-                            want_save=bool(self.reporter and self.reporter.wants_checkpoint),
+                            want_save=self.checkpoints.requested,
                         )
                     if self.outer and self.outer.stepped(at.step, self.checkpoints.before_update):  # every rank
                         self.strategy.updated()
@@ -160,8 +160,6 @@ class _Run(Assembly):
                         self._evaluate()  # every rank: losses are summed
                         unusual = True
                     if self._checkpoint_due(at.step, stop or ending) or report.save:
-                        if report.save and self.reporter:
-                            self.reporter.saves()
                         self._before_copy()
                         self.checkpoints.save(stop or ending)  # every rank writes its part; rank 0 commits, last
                         unusual = True

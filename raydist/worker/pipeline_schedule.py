@@ -53,6 +53,23 @@ def actions(rank: int, ranks: int, chunks: int, micro_batches: int, backward: bo
     return [action for action in made if action.index < micro_batches]
 
 
+def neighbours(stages: int) -> list[tuple[int, int]]:
+    """The pairs of stages of which the first one sends to the second one."""
+    return [pair for stage in range(1, stages) for pair in ((stage - 1, stage), (stage, stage - 1))]
+
+
+def way(source: int, target: int, ranks: int) -> int:
+    """The way of a transfer between two neighbouring stages: 0 to 5, by its direction and the sender's rank; from one end of the
+    pipeline to the other (interleaved) one of its own.
+
+    What a rank sends and what it receives never have the same: where the transfers of a way are made one by one (NCCL), neither
+    waits for the other.
+    """
+    forward, sender = source < target, source % ranks
+    wraps = forward != (sender < target % ranks)
+    return (not forward) + (4 if wraps else 2 * (sender % 2))
+
+
 def most_sends(ranks: int, chunks: int) -> int:
     """Transfers of a rank whose end is not awaited, and whose memory is therefore kept.
 

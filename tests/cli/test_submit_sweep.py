@@ -1,4 +1,4 @@
-"""`raydist submit` of a sweep: errors are found before the submission, and the cluster runs `raydist sweep`."""
+"""`raydist submit` of a sweep and of a script: errors are found before the submission, and the cluster runs the command for it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from raydist.errors import SpecError, UsageError, UserError
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
-    """The commands that would be submitted; in a folder with a sweep and its base."""
+    """The commands that would be submitted; in a folder with a sweep, its base, and a script."""
     words: list[list[str]] = []
-    monkeypatch.setattr(submit, "_submit", lambda address, told, root, needed, storages, **_: words.append(told))
+
+    def submitted(
+        address: str, told: list[str], root: Path, needed: list[Path], storages: list[str], **more: Any
+    ) -> None:
+        words.append([*told, *more["last"]])
+
+    monkeypatch.setattr(submit, "_submit", submitted)
     monkeypatch.chdir(tmp_path)
     Path("d").mkdir()
     Path("job.yaml").write_text(yaml.safe_dump({"name": "j", "data": {"path": "d"}, "train": {"steps": 5}}))
     array = {"parameters": [{"learning_rate": [1e-3, 1e-2]}]}
     Path("grid.yaml").write_text(yaml.safe_dump({"base": "job.yaml", "array": array}))
+    Path("loop.py").write_text("import raydist.own\n")
     return words
 
 
@@ -59,6 +66,29 @@ def test_what_a_sweep_has_not(sent: list[list[str]]) -> None:
         submitted("job.yaml", storage="s3://K:S3CRET@b/x", working_dir=Path())
     assert "S3CRET" not in str(caught.value)
     assert sent == []
+
+
+def test_a_script(sent: list[list[str]]) -> None:
+    """The cluster runs `raydist run` with the same options and arguments, in that order; what is wrong is found here."""
+    Path("kill.yaml").write_text("- {fault: kill, rank: 1, step: 2}\n")
+    given: dict[str, Any] = {"faults": Path("kill.yaml"), "overrides": ["checkpoint.keep=5"], "working_dir": Path()}
+    submitted("loop.py", workers=2, cpus=1.5, name="mine", arguments=["--lr", "3"], **given)
+    options = "--set checkpoint.keep=5 --name mine --faults kill.yaml --workers 2 --cpus 1.5 -- --lr 3"
+    assert [" ".join(words) for words in sent] == [f"python -m raydist run loop.py {options}"]
+    with pytest.raises(SpecError, match="rank: 1: the job has rank 0 alone"):
+        submitted("loop.py", **given)
+    Path("bad.py").write_text("x = (\n")
+    with pytest.raises(UserError, match=r"bad.py: line 1: '\(' was never closed"):
+        submitted("bad.py", working_dir=Path())
+    with pytest.raises(SpecError, match="--set train.steps: is not a field of a script's job"):
+        submitted("loop.py", overrides=["train.steps=3"], working_dir=Path())
+    with pytest.raises(UsageError, match="--until: cannot be used with a script"):
+        submitted("loop.py", until=3, working_dir=Path())
+    with pytest.raises(UsageError, match="--workers, arguments after --: cannot be used with a job\n.*cluster.workers"):
+        submitted("job.yaml", workers=2, arguments=["7"], working_dir=Path())
+    with pytest.raises(UsageError, match=r"s3://b/x: contains secrets"):
+        submitted("loop.py", arguments=["s3://K:S3CRET@b/x"], working_dir=Path())
+    assert len(sent) == 1
 
 
 def test_files_that_would_not_be_shipped(sent: list[list[str]], tmp_path: Path) -> None:
@@ -117,10 +147,24 @@ def test_ctrl_c_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(submit, "_start", lambda url, words, package, **_: started.append(words) or "job-7")
     monkeypatch.setattr(submit, "_ended", interrupted)
     with pytest.raises(typer.Exit) as caught:
-        submit._drive("http://head:8265", ["raydist"], Path("p.zip"), once=[], no_wait=False, retries=3)
+        submit._drive("http://head:8265", ["raydist"], Path("p.zip"), once=[], last=[], no_wait=False, retries=3)
     assert caught.value.exit_code == 130
     assert "ray job stop job-7 --address http://head:8265" in capsys.readouterr().err
     assert started == ["raydist"]
+
+
+def test_arguments_stay_last_when_it_is_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time after --fresh, then after the wait for the driver that has died."""
+    started: list[str] = []
+    ends = iter([("FAILED", None, "it died"), ("SUCCEEDED", 0, "")])
+    monkeypatch.setattr(submit, "_start", lambda url, words, package, **_: started.append(words) or "job-7")
+    monkeypatch.setattr(submit, "_ended", lambda url, job: next(ends))
+    last = ["--", "--lr", "a b"]
+    submit._drive("http://head:8265", ["raydist"], Path("p.zip"), once=["--fresh"], last=last, no_wait=False, retries=1)
+    first, again = started
+    assert first == "raydist --fresh -- --lr 'a b'"
+    assert again.startswith("raydist --wait-for-driver ")
+    assert again.endswith(" -- --lr 'a b'")
 
 
 def test_a_job_that_was_stopped_is_not_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +173,7 @@ def test_a_job_that_was_stopped_is_not_submitted_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(submit, "_start", lambda url, words, package, **_: started.append(words) or "job-7")
     monkeypatch.setattr(submit, "_ended", lambda url, job: ("STOPPED", None, "stopped"))
     with pytest.raises(typer.Exit) as caught:
-        submit._drive("http://head:8265", ["raydist"], Path("p.zip"), once=[], no_wait=False, retries=3)
+        submit._drive("http://head:8265", ["raydist"], Path("p.zip"), once=[], last=[], no_wait=False, retries=3)
     assert caught.value.exit_code == 143
     assert len(started) == 1
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
+import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -32,14 +34,18 @@ def no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def dashboard() -> Iterator[Any]:
-    """An HTTP server; `answers` maps path -> (status, body); other paths return 404."""
+    """An HTTP server; `answers` maps path -> (status, body), or a list of these, of which the last one stays; other paths return
+    404."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             self.rfile.read(length)
             path = self.path if self.path in self.server.answers else self.path.rpartition("/")[0]  # type: ignore[attr-defined]
-            status, body = self.server.answers.get(path, (404, ""))  # type: ignore[attr-defined]
+            answer = self.server.answers.get(path, (404, ""))  # type: ignore[attr-defined]
+            if isinstance(answer, list):
+                answer = answer.pop(0) if len(answer) > 1 else answer[0]
+            status, body = answer
             self.send_response(status)
             self.end_headers()
             self.wfile.write(body.encode())
@@ -62,16 +68,24 @@ def dashboard() -> Iterator[Any]:
 @pytest.fixture
 def head() -> Iterator[str]:
     """A GCS that refuses every token."""
+    with gcs(lambda token: False) as address:
+        yield address
 
-    class Refuses(grpc.ServerInterceptor):  # type: ignore[misc]
+
+@contextlib.contextmanager
+def gcs(accepts: Callable[[str | None], bool]) -> Iterator[str]:
+    """A head that answers requests with a token, or without one: None, if it accepts that."""
+
+    class Checks(grpc.ServerInterceptor):  # type: ignore[misc]
         def intercept_service(self, go_on: Any, call: Any) -> Any:
-            def refuse(request: bytes, context: Any) -> bytes:
-                context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+            def answer(request: bytes, context: Any) -> bytes:
+                if not accepts(dict(call.invocation_metadata).get("authorization")):
+                    context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
                 return b""
 
-            return grpc.unary_unary_rpc_method_handler(refuse)
+            return grpc.unary_unary_rpc_method_handler(answer)
 
-    server = grpc.server(futures.ThreadPoolExecutor(1), interceptors=[Refuses()])
+    server = grpc.server(futures.ThreadPoolExecutor(1), interceptors=[Checks()])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"
@@ -109,6 +123,26 @@ def test_a_token_that_is_missing_or_wrong(
         assert says in caught.value.message
         assert hint in caught.value.hint
         assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("mode", [None, ""], ids=["unset", "empty"])
+def test_a_token_is_used_only_where_the_head_requires_one(monkeypatch: pytest.MonkeyPatch, mode: str | None) -> None:
+    """Otherwise the driver would refuse the workers of a cluster without a token; RAY_AUTH_MODE=token there is an error."""
+    token = "f" * 40
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    before = dict(os.environ)
+    with gcs(lambda sent: sent == f"Bearer {token}") as closed, gcs(lambda sent: True) as opened:
+        assert authentication.check_head(closed) == {"RAY_AUTH_MODE": "token"}
+        assert authentication.check_head(opened) == {"RAY_AUTH_MODE": "disabled"}
+        assert dict(os.environ) == before
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        assert authentication.check_head(closed) == {"RAY_AUTH_MODE": "token"}
+        with pytest.raises(
+            UserError, match=r"requires no token, and with RAY_AUTH_MODE=token .*\s*unset RAY_AUTH_MODE"
+        ):
+            authentication.check_head(opened)
 
 
 def test_what_is_no_address_of_a_jobs_api(dashboard: Any, head: str) -> None:
@@ -151,4 +185,21 @@ def test_a_package_that_is_refused(dashboard: Any, tmp_path: Path) -> None:
     assert not isinstance(caught.value, ClusterUnreachable)
     dashboard.answers["/api/packages/gcs"] = (500, "out\nof disk")
     with pytest.raises(ClusterUnreachable, match="refused the job: Request failed with status code 500: out of disk"):
+        jobs.submit(dashboard.url, "true", archive, {})
+
+
+def test_a_cluster_whose_agent_is_not_up_yet(monkeypatch: pytest.MonkeyPatch, dashboard: Any, tmp_path: Path) -> None:
+    """Ray's HTTP 500 is no refusal: the job is sent again until there is an agent, within a limit."""
+    monkeypatch.setattr(jobs, "_AGAIN_S", 0.01)
+    archive = tmp_path / "package.zip"
+    archive.write_bytes(b"PK\x05\x06" + bytes(18))
+    none = (500, "No available agent to submit job, please try again later.")
+    dashboard.answers["/api/packages/gcs"] = (200, "")
+    dashboard.answers["/api/jobs/"] = [none, none, (200, '{"job_id": "j-7", "submission_id": "j-7"}')]
+    assert jobs.submit(dashboard.url, "true", archive, {}) == "j-7"
+    dashboard.answers["/api/jobs/"] = [none]
+    monkeypatch.setattr(jobs, "_AGENT_S", 0.1)
+    with pytest.raises(
+        ClusterUnreachable, match=r"has had no agent that starts jobs for 0\.1 s\s*see dashboard_agent.log"
+    ):
         jobs.submit(dashboard.url, "true", archive, {})

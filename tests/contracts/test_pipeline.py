@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import itertools
 import json
 import threading
 import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from raydist.worker.metrics.collective_counters import CollectiveCounters
 from raydist.worker.parallel._model_graph import blocks_of
 from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._stages import cut_model
-from raydist.worker.pipeline_schedule import actions, cut, schedule, timeline
+from raydist.worker.pipeline_schedule import Action, actions, cut, schedule, timeline, way
 from raydist.worker.step import StepReport
 from tests.training import CONTEXT, GROUPED, MODEL, VOCAB, Trainer, alone, counted, job, mesh_job, mine, run, samples
 
@@ -237,6 +239,58 @@ def test_every_schedule_ends(ranks_of: int, chunks: int) -> None:
                     order.pop(0)
                     moved = True
         assert not any(left), f"{n} micro-batches: no rank can go on"
+
+
+Transfer = tuple[int, int, int]
+"""The stage that sends, the one that receives, the micro-batch."""
+
+
+def transfers(rank: int, ranks_of: int, chunks: int, n: int, backward: bool) -> list[tuple[str, Transfer]]:
+    """What a rank starts and waits for, in the order of worker/parallel/_pipeline_passes.py."""
+    order = actions(rank, ranks_of, chunks, n, backward)
+
+    def between(action: Action, after: bool) -> list[Transfer]:
+        own = action.chunk * ranks_of + rank
+        other = own + (1 if after == (action.kind == "forward") else -1)
+        pair = (own, other) if after else (other, own)
+        return [(*pair, action.index)] if 0 <= other < ranks_of * chunks else []
+
+    made: list[tuple[str, Transfer]] = []
+    for at, action in enumerate(order):
+        starts = [t for one in order[at : at + 2] for t in between(one, after=False)]
+        made += [("start", t) for t in starts if ("start", t) not in made]
+        made += [("wait", t) for t in between(action, after=False)]
+        made += [("start", t) for t in between(action, after=True)]
+    return made
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("ranks_of", [2, 3, 4, 5])
+def test_no_transfer_waits_for_one_that_waits_for_it(ranks_of: int, chunks: int) -> None:
+    """For any number of micro-batches, in evaluations too, where each rank makes the transfers of a way one by one (NCCL)."""
+    for n, backward in itertools.product(range(1, 12), (True, False)):
+        left = [transfers(rank, ranks_of, chunks, n, backward) for rank in range(ranks_of)]
+        queues: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+        arrived: set[Transfer] = set()
+        moved = True
+        while moved:
+            moved = False
+            for rank, steps in enumerate(left):
+                while steps:
+                    what, transfer = steps[0]
+                    source, target, _ = transfer
+                    on = way(source, target, ranks_of)
+                    if what == "start":
+                        queues[rank, on].append(transfer)
+                    ends = [queues[stage % ranks_of, on] for stage in (source, target)]
+                    while all(ends) and ends[0][0] == ends[1][0]:
+                        arrived.add(ends[0].pop(0))
+                        ends[1].pop(0)
+                    if what == "wait" and transfer not in arrived:
+                        break
+                    steps.pop(0)
+                    moved = True
+        assert not any(left), f"{n} micro-batches, backward {backward}: no rank can go on"
 
 
 def test_how_a_model_is_cut() -> None:

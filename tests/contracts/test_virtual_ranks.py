@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from raydist.data.batches import MASKED, MicroBatch, equal_parts
 from raydist.spec import JobSpec
 from raydist.worker.dataloader import own_tokens
 from raydist.worker.distributed import Rank
 from raydist.worker.evaluation import evaluate
+from raydist.worker.model_transforms import prepare
 from tests.training import CONTEXT, GROUPED, MODEL, VARIANTS, Trainer, alone, counted, gather_parts, job, run, samples
 
 STEPS, MOST = 2, 16
@@ -217,9 +219,43 @@ def test_stages_change_no_bit(ranks: Any) -> None:
         check(got, reference(spec))
 
 
+COMPILED = {"train": {"compile": "blocks"}}
+
+
 def test_compiled_blocks(ranks: Any) -> None:
     """Ranks that have seen other shapes, in another order, compile the same code for each: two ranks have the bits of three."""
-    spec = made("zero3", 3, 2, {**ODD, "layers": 1}, train={"compile": "blocks"})
+    spec = made("zero3", 3, 2, {**ODD, "layers": 1}, **COMPILED)
     expected = run(ranks, train, 2, spec.model_copy(update={"parallel": job("ddp").parallel}))[0]
     for got in run(ranks, train, 3, spec):
         check(got, expected)
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [("tensor 2", "ddp"), ("pipeline 2", "zero3"), ("context 2", "zero1")])
+def test_compiled_blocks_on_a_mesh(ranks: Any, mesh: str, strategy: str) -> None:
+    """The same, of two replicas of two ranks, under ddp and another strategy. A block each and one shape, because to compile takes
+    seconds."""
+    fields, model, parts, _ = MESHES[mesh]
+    small = {**model, "layers": fields.get("pipeline", 1)}
+    one, two = (
+        made(name, parts, 1, small, parallel={**VARIANTS[name], **fields}, **COMPILED) for name in ("ddp", strategy)
+    )
+    expected = run(ranks, train, 2, one)[0]
+    for got in run(ranks, train, 4, two):
+        check(got, expected)
+
+
+def graphs(rank: Rank, spec: JobSpec) -> int:
+    """How many a block has been compiled to, after passes of two, three and four rows."""
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model = nn.Sequential(nn.Linear(4, 4))
+    prepare(model, spec.train)
+    for rows in (2, 3, 4):
+        model(torch.ones(rows, 4))
+    return int(counters["stats"]["unique_graphs"])
+
+
+def test_each_shape_is_compiled_for_itself(ranks: Any) -> None:
+    """By default torch compiles code for any number of rows once it has seen two: which ones it has seen depends on the parts."""
+    assert ranks.run(graphs, 2, made("ddp", 2, 4, **COMPILED)) == [3, 3]

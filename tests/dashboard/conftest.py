@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from raydist.run.directory import SPEC, RunDir
+from raydist.run.lease import DriverLease
 from raydist.run.rank_logs import name as log_name
 from raydist.run.status import this_process, write_state
 from raydist.run.sweep_directory import SweepDir
@@ -72,6 +74,27 @@ def running(run: RunDir, step: int, pid: int | None = None) -> None:
     """The state of a run whose driver is that process, or this one. Its heartbeat does not become old while the test waits."""
     state = {"status": "running", "heartbeat_at": time.time() + 86_400, "driver": this_process(pid), "step": step}
     write_state(run, {**state, "attempt": 2, "world_size": 2, "loss": 1.0})
+
+
+@contextmanager
+def acting(folder: Path) -> Iterator[tuple[Dashboard, RunDir, DriverLease]]:
+    """A dashboard with --allow-actions over a run `live`, which this process drives at step 7, and a run `over`; with the driver's
+    lease."""
+    run = story.story(RunDir(folder / "runs" / "live"))
+    story.story(RunDir(folder / "runs" / "over"))
+    command = [sys.executable, "-m", "raydist", "dashboard", str(folder / "runs"), "--port", "0", "--allow-actions"]
+    environment = {**os.environ, "RAYDIST_CACHE": str(folder / "cache")}
+    with (
+        DriverLease(run) as lease,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server,
+    ):
+        assert server.stdout is not None
+        running(run, 7)
+        try:
+            yield Dashboard(folder / "runs", server.stdout.readline().strip()), run, lease
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.communicate(timeout=300)
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image  # of tensorboard
 
+from raydist.run import requests
 from raydist.run.directory import RunDir
 from raydist.run.log_writer import RunLog
 from raydist.run.telemetry_log import TelemetryLog
 from tests.dashboard import accessibility
-from tests.dashboard.conftest import EVIL, Dashboard, running
+from tests.dashboard.conftest import EVIL, Dashboard, acting, running
 from tests.report import story
 from tests.report.html import looks
 from tests.report.html.chromium import Chromium
@@ -148,6 +149,34 @@ def test_a_running_run_is_followed(dashboard: Dashboard, browser: Chromium) -> N
                         "return [a.left + a.width / 2, a.top + a.height / 2]; })()")  # fmt: skip
     browser.point(*box)
     assert texts(browser, "#tip div")[0].startswith("step "), "a chart that was replaced shows its values, too"
+
+
+def test_a_button_asks_first_and_says_what_came_of_it(browser: Chromium, tmp_path: Path) -> None:
+    """By the page's own script, with the cookie and the Origin that the server wants: declined, nothing is sent; accepted, the
+    request is in the run's folder, and the page says so, or why not. It is accessible."""
+    with acting(tmp_path) as (served, run, _):
+        browser.open(served.url)
+        browser.until("document.title === 'Runs and sweeps - raydist' && document.readyState === 'complete'")
+        browser.open(f"{served.address}/run/0/live")
+        assert texts(browser, "#actions button") == ["Save a checkpoint", "Trace 3 steps", "Stop"]
+        accessibility.check(browser)
+        asks = browser.press("[data-act=stop]", accept=False)
+        assert asks == "End this run after one checkpoint? The command that started it resumes it."
+        told = "document.getElementById('told').innerText"
+        assert browser.value(told) == ""
+        browser.press("[data-act=checkpoint]", accept=True)
+        browser.until(f"{told} === 'A checkpoint is asked for.'")
+        browser.press("[data-act=checkpoint]", accept=True)
+        browser.until(f"{told} === 'run live is asked for a checkpoint already: wait for it'")
+        while not requests.pending(run):
+            time.sleep(0.05)
+        assert [one.what for one in requests.pending(run)] == ["checkpoint"]
+        browser.press("[data-act=stop]", accept=True)
+        browser.until(
+            f"{told}.endsWith(' is asked to end the run after one checkpoint.')"
+        )  # "was", if it had been before
+        browser.until("document.querySelector('[data-act=stop]').disabled === false")
+        assert browser.complaints == []
 
 
 def test_a_run_whose_driver_was_killed_is_lost(dashboard: Dashboard, browser: Chromium) -> None:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,9 +19,7 @@ from raydist.cli import main as cli
 from raydist.dashboard.announced import link
 from raydist.run import requests
 from raydist.run.directory import RunDir
-from raydist.run.lease import DriverLease
-from tests.dashboard.conftest import EVIL, Dashboard, running
-from tests.report import story
+from tests.dashboard.conftest import EVIL, Dashboard, acting
 
 PAGES = ("/", "/run/0/base", "/sweep/0/tuned", "/look.css", "/chart.js", "/picture.js", "/live.js")
 
@@ -200,47 +195,33 @@ def test_a_bad_request_of_the_command_is_one_error(dashboard: Dashboard, capsys:
 def test_actions_only_where_they_are_allowed_and_only_from_its_own_pages(tmp_path: Path) -> None:
     """Each is a request in the run's folder that says who asks; twice at once is refused, as is all that is no running run. Without
     this page's Origin, as from a form or another site, and without the cookie nothing is asked."""
-    run = story.story(RunDir(tmp_path / "runs" / "live"))
-    story.story(RunDir(tmp_path / "runs" / "over"))
-    command = [sys.executable, "-m", "raydist", "dashboard", str(tmp_path / "runs"), "--port", "0", "--allow-actions"]
-    environment = {**os.environ, "RAYDIST_CACHE": str(tmp_path / "cache")}
-    with (
-        DriverLease(run) as lease,
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server,
-    ):
-        assert server.stdout is not None
-        acting = Dashboard(tmp_path / "runs", server.stdout.readline().strip())
-        own = {"Origin": acting.address, "Sec_Fetch_Site": "same-origin"}
-        try:
-            running(run, 7)
-            page = acting.ask("/run/0/live")[2]
-            assert re.findall(r'data-act="(\w+)"', page) == ["checkpoint", "trace", "stop"]
-            assert "data-act" not in acting.ask("/run/0/over")[2]
-            for headers in (
-                {}, {"Origin": "null"}, {"Origin": "http://evil.example"}, {**own, "Sec_Fetch_Site": "cross-site"},
-                {**own, "Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"},
-            ):  # fmt: skip
-                assert acting.ask("/run/0/live/stop", "POST", **headers)[0] == 403
-            assert acting.ask("/run/0/live/stop", "POST", Cookie="", **own)[0] == 401
-            assert acting.ask("/run/0/live/stop")[0] == 405
-            assert acting.ask("/run/0/live", "POST", **own)[0] == 405
-            assert acting.ask("/run/0/none/stop", "POST", **own)[0] == 404
-            assert acting.ask("/run/0/live/erase", "POST", **own)[0] == 409
-            assert "is finished" in acting.ask("/run/0/over/stop", "POST", **own)[2]
-            assert (requests.pending(run), lease.asked_to_stop()) == ([], None)
-            for action in ("checkpoint", "trace"):
-                assert acting.ask(f"/run/0/live/{action}", "POST", **own)[0] == 202
-                status, _, told = acting.ask(f"/run/0/live/{action}", "POST", **own)
-                assert (status, "already" in told) == (409, True)
-            while len(asked := requests.pending(run)) < 2:
-                time.sleep(0.05)
-            assert {(one.what, one.steps, one.by.endswith(", on the dashboard")) for one in asked} == {
-                ("checkpoint", 0, True), ("trace", 3, True),
-            }  # fmt: skip
-            assert acting.ask("/run/0/live/stop", "POST", **own)[0] == 202
-            while (who := lease.asked_to_stop()) is None:
-                time.sleep(0.05)
-            assert ", on the dashboard, process" in who
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.communicate(timeout=300)
+    with acting(tmp_path) as (served, run, lease):
+        own = {"Origin": served.address, "Sec_Fetch_Site": "same-origin"}
+        page = served.ask("/run/0/live")[2]
+        assert re.findall(r'data-act="(\w+)"', page) == ["checkpoint", "trace", "stop"]
+        assert "data-act" not in served.ask("/run/0/over")[2]
+        for headers in (
+            {}, {"Origin": "null"}, {"Origin": "http://evil.example"}, {**own, "Sec_Fetch_Site": "cross-site"},
+            {**own, "Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"},
+        ):  # fmt: skip
+            assert served.ask("/run/0/live/stop", "POST", **headers)[0] == 403
+        assert served.ask("/run/0/live/stop", "POST", Cookie="", **own)[0] == 401
+        assert served.ask("/run/0/live/stop")[0] == 405
+        assert served.ask("/run/0/live", "POST", **own)[0] == 405
+        assert served.ask("/run/0/none/stop", "POST", **own)[0] == 404
+        assert served.ask("/run/0/live/erase", "POST", **own)[0] == 409
+        assert "is finished" in served.ask("/run/0/over/stop", "POST", **own)[2]
+        assert (requests.pending(run), lease.asked_to_stop()) == ([], None)
+        for action in ("checkpoint", "trace"):
+            assert served.ask(f"/run/0/live/{action}", "POST", **own)[0] == 202
+            status, _, told = served.ask(f"/run/0/live/{action}", "POST", **own)
+            assert (status, "already" in told) == (409, True)
+        while len(asked := requests.pending(run)) < 2:
+            time.sleep(0.05)
+        assert {(one.what, one.steps, one.by.endswith(", on the dashboard")) for one in asked} == {
+            ("checkpoint", 0, True), ("trace", 3, True),
+        }  # fmt: skip
+        assert served.ask("/run/0/live/stop", "POST", **own)[0] == 202
+        while (who := lease.asked_to_stop()) is None:
+            time.sleep(0.05)
+        assert ", on the dashboard, process" in who

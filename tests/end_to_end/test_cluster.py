@@ -167,14 +167,19 @@ def test_ray_job_submit(project: Any, cluster: dict[str, str]) -> None:
     assert json.loads(line)["status"] == "finished"
 
 
-def test_a_users_loop_by_address(project: Any, cluster: dict[str, str]) -> None:
-    """`raydist run` ships the working directory, with the script, and trains there; a rank is killed by --faults."""
+def test_a_users_loop_by_address_and_submitted(project: Any, cluster: dict[str, str]) -> None:
+    """`raydist run` ships the working directory, with the script, and trains there; a rank is killed by --faults. `raydist submit`
+    of the script, as a Ray job, gives the bits of that run."""
     (project.root / "kill.yaml").write_text("- {fault: kill, rank: 1, step: 3}\n")
     options = ["--faults", "kill.yaml", "--workers", "2", "--name", "own-cluster", "--address", cluster["gcs"]]
     done = project.raydist("run", "loop.py", *options, "--", "5", "sound", env=TOKEN)
     assert done.returncode == 0, done.stderr
     assert (project.show("own-cluster")["status"], len(project.steps("own-cluster"))) == ("finished", 5)
     assert [(e["rank"], e["fault"]) for e in project.events("own-cluster", "failure")] == [(1, "worker_died")]
+    submit = ["submit", "loop.py", "--address", cluster["jobs"], "--workers", "2", "--name", "own-submitted"]
+    done = project.raydist(*submit, "--storage", str(project.runs), "--", "5", "sound", env=TOKEN)
+    assert done.returncode == 0, done.stderr
+    assert exact(project.steps("own-submitted")) == exact(project.steps("own-cluster"))
 
 
 def test_what_a_cluster_refuses(project: Any, cluster: dict[str, str]) -> None:

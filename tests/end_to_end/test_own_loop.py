@@ -5,9 +5,14 @@ Over a minute: seven runs in the warm driver.
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import Any
 
+import pytest
+
+import raydist
+from raydist.errors import TrainingStopped
 from tests.end_to_end.test_memory import until_copied
 from tests.exact import exact
 
@@ -47,15 +52,20 @@ def test_a_killed_and_a_hanging_rank_change_no_bit(project: Any) -> None:
     assert len(project.steps("own-whole")) == 7
 
 
-def test_the_users_errors_end_the_run(project: Any) -> None:
-    """Exit code 3, with the rank and the script's line; a rank that leaves its loop alone is named."""
+def test_the_users_errors_end_the_run(
+    project: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 3, with the rank and the script's line; a rank that leaves its loop alone is named. From Python it is the exception
+    of `run_script`, which also prints the address of the run's page."""
     done = project.warm(*command("own-bug", "10", "raises"))
     assert done.returncode == 3
     assert "rank 1: ValueError: loop.py, line " in done.stderr
     assert "a bug" in done.stderr
-    done = project.warm(*command("own-leaves", "10", "leaves"))
-    assert done.returncode == 3
-    assert "step 3: rank 1 left its loop, and the others did not" in done.stderr
+    monkeypatch.chdir(project.root)
+    monkeypatch.setenv("RAYDIST_STORAGE", str(project.runs))
+    with pytest.raises(TrainingStopped, match="step 3: rank 1 left its loop, and the others did not"):
+        raydist.run_script("loop.py", [10, "leaves"], workers=2, name="own-leaves", dashboard=True)
+    assert re.search(r"http://127\.0\.0\.1:\d+/run/0/own-leaves\?token=[\w-]{43}\n", capsys.readouterr().err)
 
 
 def test_stopped_with_a_checkpoint(project: Any) -> None:

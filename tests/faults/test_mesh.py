@@ -13,6 +13,7 @@ from typing import Any
 from raydist.faults import (
     DamageCheckpoint,
     Deadlock,
+    ExpertImbalance,
     Fault,
     HoldGil,
     Kill,
@@ -69,16 +70,22 @@ def test_faults_of_each_rank_of_a_mesh(project: Any) -> None:
 
 EXPERTS = ["model.name=mixtral", "model.layers=2", "model.width=16", "model.heads=2", "model.hidden=16", "parallel.strategy=zero1",
            "parallel.expert=4", "cluster.workers=4", "cluster.cpus_per_worker=0.5", "recovery.step_timeout=5",
-           "recovery.max_failures=-1", "train.steps=22", "checkpoint.keep=100"]  # fmt: skip
+           "recovery.max_failures=-1", "train.steps=22", "checkpoint.keep=100", "observe.expert_loads=1"]  # fmt: skip
 
 
 def test_each_rank_that_shares_experts_stops(project: Any) -> None:
     """dp 4 with the experts of each layer on all four: SIGSTOP of each rank, while the others wait for its experts. The rank is
-    named, and the run has the bits of an undisturbed one. SIGKILL: tests/worker/test_exactness.py."""
+    named, and the run has the bits of one that is not stopped. In both, all routers send all tokens to one expert in the last step.
+    SIGKILL: tests/worker/test_exactness.py."""
     fields = [word for field in EXPERTS for word in ("--set", field)]
-    project.train("experts-no-fault", *fields, own_model=False)
+    uneven = ExpertImbalance(step=22, tokens=1.0)
+    project.train("experts-no-fault", *fields, *write(project, "uneven", [uneven]), own_model=False)
+    *_, before, last = (
+        e["layers"]["blocks.0.mlp"]["loads"] for e in project.events("experts-no-fault", "expert_loads")
+    )
+    assert last[0] == sum(last) // 2 > before[0]  # each token takes two
     # The first steps of an attempt have no time limit.
-    faults: list[Fault] = [Suspend(rank=rank, step=5 + 5 * rank, phase="backward") for rank in range(4)]
+    faults = [*(Suspend(rank=rank, step=5 + 5 * rank, phase="backward") for rank in range(4)), uneven]
     done = project.warm("train", "job.yaml", "--name", "experts", *fields, *write(project, "experts", faults))
     assert done.returncode == 0, done.stderr
     failures = project.events("experts", "failure")

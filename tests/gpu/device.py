@@ -58,7 +58,7 @@ class Trainer:
 
     def __init__(self, spec: JobSpec, device: torch.device = DEVICE, rank: Rank | None = None) -> None:
         self.rank, self.spec = rank or alone(device), spec
-        mesh = Mesh.of(spec, self.rank)
+        mesh = self.mesh = Mesh.of(spec, self.rank)
         self.precision = Precision(spec.precision, device)
         self.strategy = build.build_strategy(spec, mesh)
         parts = build.divide_into_parts(spec, mesh, self.strategy)

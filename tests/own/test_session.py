@@ -215,6 +215,34 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
             pass
 
 
+def test_what_is_left_of_a_loop_that_was_changed_is_one_clear_error(tmp_path: Path) -> None:
+    """The loader of before, optimizer.step() and zero_grad(), which would train other numbers, and a session without `with`, or
+    used twice. After the session the optimizer is the script's own again."""
+    with pytest.raises(UserError, match=r"dataset: a DataLoader gives batches.*\s*give it the loader's dataset"):
+        small(tmp_path, torch.utils.data.DataLoader([1.0, 2.0], batch_size=2))
+    closed = small(tmp_path)
+    for use in (lambda: next(iter(closed)), lambda: closed.backward(torch.zeros(()))):
+        with pytest.raises(UsageError, match=r"the session is not open\s*use it in a `with` statement"):
+            use()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"steps": 2, "batch": 4, "micro_batch": 2, "storage": str(tmp_path)}
+    s = rd.session(model, optimizer, [1.0, 2.0, 3.0, 4.0], **given)
+    with pytest.raises(UsageError, match=r"step 1: optimizer.step\(\) was called, and the session's"), s:
+        for x in s:
+            s.backward(model(x.float()[:, None]).mean())
+            optimizer.step()
+    with pytest.raises(UsageError, match="the session has ended"), s:
+        pass
+    optimizer.step()
+    s = rd.session(model, optimizer, [1.0, 2.0, 3.0, 4.0], **given)
+    with pytest.raises(UsageError, match=r"step 1: the gradients of its first micro-batches were dropped"), s:
+        for x in s:
+            optimizer.zero_grad()
+            s.backward(model(x.float()[:, None]).mean())
+            s.step()
+
+
 def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
     """A checkpoint of either is continued by the other. The compiler of torch's eager mode: the wrapper is what counts."""
     made = []

@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from raydist.checkpoint import on_request
+from raydist.errors import SaveFailed
+from raydist.records import Event
 from raydist.run import requests
-from raydist.run.directory import REQUESTS, RunDir
+from raydist.run.directory import REQUESTS, SPEC, RunDir
+from raydist.run.log import json_line
+from raydist.run.status import this_process, write_state
 
 
 def test_requests_come_in_order_and_go(tmp_path: Path) -> None:
@@ -84,3 +92,22 @@ def test_parts_of_the_newest_attempt(tmp_path: Path) -> None:
     assert requests.parts(run, 4) == ([requests.part_name(4, 2, 1, 2)], [0])
     run.storage.write(requests.part_name(4, 2, 0, 2), b"")
     assert requests.parts(run, 4) == ([requests.part_name(4, 2, rank, 2) for rank in (0, 1)], [])
+
+
+def test_which_failed_saves_end_the_wait_for_a_requested_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one of a step before the request, nor a step that was skipped while another save was in flight: that one is over then."""
+    run = RunDir(tmp_path / "run")
+    run.storage.write(SPEC, b"name: run\n")
+    write_state(run, {"status": "running", "heartbeat_at": time.time() + 86_400, "driver": this_process(), "step": 10})
+    told: list[bytes] = []
+    happens = iter([{"step": 9}, {"step": 12, "skipped": True}, {"step": 13}])
+
+    def pause(seconds: float) -> None:
+        failed = Event("checkpoint_failed", 0.0, {"rank": 0, "cause": "disk full", **next(happens)})
+        told.append(json_line(failed.to_dict()))
+        run.storage.write("events.jsonl", b"".join(told))
+
+    monkeypatch.setattr(on_request, "time", SimpleNamespace(time=time.time, sleep=pause))
+    with pytest.raises(SaveFailed, match="step 13: the checkpoint was not saved: disk full"):
+        on_request.save_now(run, 60.0, "ann")
+    assert (len(told), requests.pending(run)) == (3, [])

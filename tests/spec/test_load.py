@@ -138,7 +138,7 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
         ),
         (
             "train.virtual_ranks=4 & train.compile=blocks & model.name=mixtral",
-            "train.compile: 'blocks' does not go with train.virtual_ranks on a mesh, or for a model with experts",
+            "train.compile: 'blocks' does not go with train.virtual_ranks for a model with experts: each shape is",
         ),
         ("train.virtual_ranks=4 & comm.compress=int8", "comm.compress: 'int8' does not go with train.virtual_ranks"),
         (

@@ -272,7 +272,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "config": (lambda f: configured(f, intermediate_size=40), "mlp.gate_proj.weight: [48, 32] in model.safetensors, [40, 32] by"),
     "cut": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "cannot be read"),
     "none": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin is pickle"),
-    "index": (lambda f: (f / INDEX).write_text("{}"), "is not an index of tensors"),
+    "index": (lambda f: (f / INDEX).write_text('{"weight_map": ["a.safetensors"]}'), "has no weight_map"),
     "file": (lambda f: (f / INDEX).write_text('{"weight_map": {"a": "b.safetensors"}}'), "names the file b.safetensors"),
 }  # fmt: skip
 

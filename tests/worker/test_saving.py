@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ from raydist.checkpoint import manifest
 from raydist.data.prepare import prepare
 from raydist.errors import SavesFailed, SpecChanged
 from raydist.faults import Kill
-from raydist.records import Event
+from raydist.records import Event, StepRecord
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events, read_steps
 from raydist.run.log_writer import RunLog
 from raydist.spec import JobSpec
 from raydist.worker.attempt import Job, MonitorChannel
+from raydist.worker.checkpoint.dcp_storage import ShardWriter
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
 from raydist.worker.metrics import reporter
@@ -96,6 +99,55 @@ def test_storage_that_comes_back_costs_its_saves_only(ranks: Any, dataset: str, 
     assert failed[0] == 2
     assert RunDir(disk / "run").committed()[-1] == 12
     assert manifest.verify(RunDir(disk / "run"), 12) == []
+
+
+def requested(rank: Rank, dataset: str, root: str) -> list[tuple[str, int]]:
+    """Twelve steps, a save every sixth. A user's request arrives in step 7; the save of step 6 cannot go on before step 9.
+    Returns (kind, step) of each event about a save."""
+    spec = JobSpec.model_validate(
+        {
+            "data": {"path": dataset},
+            "model": {"layers": 1, "width": 16, "heads": 2, "context": 8},
+            "train": {"steps": 12, "global_batch": 4, "micro_batch": 2},
+            "checkpoint": {"every": 6},
+            "eval": {"every": None},
+        }
+    )
+    released, events, answer = threading.Event(), [], {}
+    write, stepped = ShardWriter._write, reporter.Reporter.step
+
+    def push(new: list[dict[str, Any]], told: list[dict[str, Any]]) -> dict[str, Any]:
+        events.extend(told)
+        if any(record["step"] == 7 for record in new):
+            answer["saves"] = [1]
+        return answer
+
+    def slow(self: ShardWriter, *args: Any) -> Any:
+        released.wait()
+        return write(self, *args)
+
+    def step(self: reporter.Reporter, record: StepRecord) -> None:
+        stepped(self, record)
+        while record.step == 7 and not self.wants_checkpoint:
+            self._wake.set()
+            time.sleep(0.01)
+        if record.step == 9:
+            released.set()
+            for thread in threading.enumerate():
+                if thread.name == "raydist-checkpoint":
+                    thread.join()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardWriter, "_write", slow)
+        patch.setattr(reporter.Reporter, "step", step)
+        train(Job(spec, RunDir(root), dataset), rank, MonitorChannel(push, lambda: None))
+    return [(e["kind"], e["step"]) for e in events if e["kind"].startswith("checkpoint_")]
+
+
+def test_a_request_is_answered_right_after_the_save_in_flight(ranks: Any, dataset: str, tmp_path: Path) -> None:
+    """No step is passed over for it: it is saved after the first step that begins once that save has ended, and once only."""
+    (found,) = run(ranks, requested, 1, dataset, str(tmp_path / "run"))
+    assert found == [("checkpoint_saved", step) for step in (6, 10, 12)]
 
 
 def copied(rank: Rank, dataset: str, root: str, attempt: int, until: int) -> tuple[list[str], list[float]]:

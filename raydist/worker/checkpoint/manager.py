@@ -257,6 +257,12 @@ class CheckpointManager:
         """Whether a checkpoint is saved after `step`, with which the run ends or not. No collective; all ranks have one answer."""
         return self._interval.due(step, ending)
 
+    @property
+    def requested(self) -> bool:
+        """Whether this rank knows of a user's request for a checkpoint that is not answered. Not while another save is in flight,
+        for which the step would be passed over: it is answered after that. No collective."""
+        return self._reporter is not None and self._reporter.wants_checkpoint and not self._saver.busy
+
     def stepped(self, seconds: float, unusual: bool) -> None:
         """A step took so many seconds; `unusual`: it had other work than most steps. No collective."""
         self._interval.stepped(seconds, unusual)
@@ -279,6 +285,8 @@ class CheckpointManager:
             self._interval.next = gather_json(self._interval.after(step), self._rank.control)[0]
         if not self._saver.start(step, *self._capture(), last=ending):
             return
+        if self._reporter:
+            self._reporter.saves()
         if self._memory_store:
             self._memory_store.checkpoint(step)
         if loss is not None and self._progress.evaluated == step:

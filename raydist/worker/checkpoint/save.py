@@ -195,7 +195,7 @@ class Saver:
         else:
             self._failures += seconds > self._timeout_s
             cause = f"passed over: the save of step {save.step} is still on its way after {seconds:.0f} s"
-            self._say("checkpoint_failed", step=step, rank=rank, cause=cause)
+            self._say("checkpoint_failed", step=step, rank=rank, cause=cause, skipped=True)
         if self._failures >= self._max_failures:
             self._save = None  # it is not waited for again
             raise SavesFailed(

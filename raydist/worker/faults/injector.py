@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raydist import faults, registry
+from raydist import faults
 from raydist.checkpoint import manifest, memory_layout
 from raydist.data.batches import Batches, StepBatch
 from raydist.faults import Fault
@@ -34,9 +34,8 @@ from raydist.run.directory import CHECKPOINTS, RunDir
 from raydist.worker.comm import json_gather
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
-from raydist.worker.faults import InjectedError, host_pressure, links, run_processes
+from raydist.worker.faults import InjectedError, host_pressure, links, numbers, run_processes
 from raydist.worker.faults.faulty_storage import Illness, ill_storage
-from raydist.worker.parallel._model_graph import plain_name
 
 _WAIT_S = 60.0
 """The time to wait for the driver to inject a fault, and for the commit of a checkpoint to damage."""
@@ -69,8 +68,7 @@ class Injector:
         self._run, self._rank, self._attempt, self._memory = RunDir(run.storage), rank, attempt, memory
         self._passed: set[str] = set()
         self._model: nn.Module | None = None
-        self._tampering: tuple[int, Fault] | None = None
-        """(last step, fault) of one in the model's numbers."""
+        self._numbers = numbers.Numbers()
         self._slow: list[tuple[int, float]] = []
         """(last step, seconds) of slow ranks."""
         self._slept = 0
@@ -93,8 +91,7 @@ class Injector:
     def attach(self, model: nn.Module) -> None:
         """Registers the model, for faults in its numbers."""
         self._model = model
-        if any(isinstance(fault, faults.BadNumber | faults.LossSpike) for _, fault in self._due):
-            model.register_forward_hook(self._tamper)
+        self._numbers.attach(model, [fault for _, fault in self._due])
 
     def data(self, batches: Batches, made: Callable[[StepBatch], StepBatch]) -> Callable[[StepBatch], StepBatch]:
         """Wraps `made`, which the loader's thread calls, with faults: it may sleep, or block forever."""
@@ -115,8 +112,8 @@ class Injector:
         return slowly
 
     def _reached(self, step: int, phase: str) -> None:
-        if phase == "data" and self._tampering is not None and step > self._tampering[0]:
-            self._tampering = None
+        if phase == "data":
+            self._numbers.step(step)
         for name, fault in self._due:
             here = fault.step == step and fault.at == phase and name not in self._passed
             if here and not isinstance(fault, faults.SlowData | faults.StuckData):
@@ -210,12 +207,13 @@ class Injector:
                 links.deaf(lasting)
             case faults.ClockJump(seconds=ahead):
                 _jump(ahead)
-            case faults.BadNumber(steps=steps):
-                self._tampering = fault.step + steps - 1, fault
+            case faults.BadNumber(steps=steps) | faults.ExpertImbalance(steps=steps):
+                self._numbers.begin(fault, fault.step + steps - 1)
             case faults.LossSpike():
-                self._tampering = fault.step, fault
+                self._numbers.begin(fault, fault.step)
             case faults.FlipBit(parameter=parameter, bit=bit):
-                self._flip(parameter, bit)
+                assert self._model is not None, "attach() comes first"
+                numbers.flip(self._model, parameter, bit)
             case faults.SlowRank(seconds=slow, steps=steps):
                 self._slow.append((fault.step + steps - 1, slow))
             case faults.DamageCheckpoint():
@@ -236,30 +234,6 @@ class Injector:
         claim = self._claim(name, fault) if self._rank.rank == fault.rank else None
         if any(gather_json(claim, self._rank.control)) and self._rank.rank != fault.rank:
             dist.all_reduce(torch.zeros(1), group=self._rank.control)
-
-    def _tamper(self, module: nn.Module, arguments: Any, logits: Tensor) -> Tensor | None:
-        """The model's forward hook."""
-        if self._tampering is None or not module.training:
-            return None
-        match self._tampering[1]:
-            case faults.LossSpike(factor=factor):
-                return logits * factor
-            case faults.BadNumber(where="loss", value=value):
-                return logits * float(value)
-            case faults.BadNumber(value=value):
-                logits.register_hook(lambda gradient: gradient * float(value))  # type: ignore[no-untyped-call]
-        return None
-
-    def _flip(self, parameter: str | None, bit: int) -> None:
-        assert self._model is not None, "attach() comes first"
-        named = {plain_name(name): p for name, p in self._model.named_parameters()}
-        name = parameter or next(iter(named))
-        if name not in named:
-            raise InjectedError(f"flip_bit: parameter: {name!r} is not in the model; {_near(name, named)}")
-        local = named[name].data  # autograd does not see this change, as it would not see one in faulty memory
-        local = local.to_local() if hasattr(local, "to_local") else local
-        with torch.no_grad():
-            local.view(-1)[:1].view(torch.uint8)[bit // 8] ^= 1 << bit % 8
 
     def _damage(self, fault: faults.DamageCheckpoint) -> None:
         deadline = time.monotonic() + _WAIT_S
@@ -401,7 +375,3 @@ def _damage_message() -> None:
         return verified(bytes([data[0] ^ 1]) + data[1:], hashed, rank)
 
     json_gather._verified = damaged
-
-
-def _near(name: str, named: Mapping[str, object]) -> str:
-    return registry.did_you_mean(name, list(named))

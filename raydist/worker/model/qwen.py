@@ -70,7 +70,7 @@ def hf_fields(config: Config) -> dict[str, Any]:
     layers = fields["layers"]
     full = config.get("max_window_layers", 28) if config.get("use_sliding_window") else layers
     if (kinds := config.get("layer_types")) is not None:
-        full = kinds.count("full_attention")
+        full = kinds.count("full_attention") if isinstance(kinds, list) else 0
         if kinds != ["full_attention"] * full + ["sliding_attention"] * (layers - full):
             raise UserError(f"layer_types: {kinds} is not computed here", "only full attention first, then sliding")
     if full < layers:

@@ -35,11 +35,11 @@ from raydist.worker.parallel._model_graph import initialise, plain_name, some
 from raydist.worker.parallel._pipeline_passes import BoundStage, Links, Passes, Stage
 from raydist.worker.parallel._stages import StageCut, Stages, cut_model
 from raydist.worker.parts import Parts
-from raydist.worker.pipeline_schedule import actions, most_sends
+from raydist.worker.pipeline_schedule import actions, most_sends, neighbours, way
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHAPE_TAG = 8
-"""Beyond the tags of `Links.way`."""
+"""Beyond the ways of transfers."""
 
 
 class Pipeline:
@@ -123,9 +123,13 @@ class Pipeline:
         group = mesh.group("pipeline")
         assert group is not None, "a pipeline of several ranks"
         peers = mesh.peers("pipeline")
+        stages = mesh.pipeline * self._chunks
+        ways = sorted({way(*pair, mesh.pipeline) for pair in neighbours(stages)})
         # NCCL ignores tags, and runs the transfers of a group one by one: each way gets a group.
-        ways = 1 if mesh.rank.device.type == "cpu" else 4 if self._chunks == 1 else 8
-        self._links = Links(peers, [group, *(another(peers) for _ in range(ways - 1))], mesh.pipeline * self._chunks)
+        alike = mesh.rank.device.type == "cpu"
+        groups = {w: group if alike or w == ways[0] else another(peers) for w in ways}
+        self._links = Links(peers, groups, stages)
+        self._links.connect(mesh.rank)
         for ranks in self._tied:
             # Torch names a group by its ranks and the number of groups before: a stage that has no part makes one by itself.
             among = ranks if mesh.pipeline_rank in ranks else (mesh.pipeline_rank,)

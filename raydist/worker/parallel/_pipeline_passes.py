@@ -6,7 +6,7 @@ before its use, so it overlaps with a computation; no action waits for a send.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from raydist.data.batches import MicroBatch
+from raydist.worker.distributed import Rank
 from raydist.worker.parallel import ParallelStrategy, Work
 from raydist.worker.parts import Parts
-from raydist.worker.pipeline_schedule import Action
+from raydist.worker.pipeline_schedule import Action, neighbours, way
 
 Entry = tuple[tuple[int, ...], torch.dtype]
 """What passes between two stages: its shape without the micro-batch's size, and its dtype."""
@@ -52,11 +53,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How the stages of a replica reach each other: stage s is on the world rank `peers[s % len(peers)]`. `ways`: the groups of
-    transfers. `stages`: of the whole model."""
+    """How the stages of a replica reach each other: stage s is on the world rank `peers[s % len(peers)]`. `ways`: the group of each
+    way. `stages`: of the whole model."""
 
     peers: Sequence[int]
-    ways: Sequence[dist.ProcessGroup]
+    ways: Mapping[int, dist.ProcessGroup]
     stages: int
 
     def is_last(self, stage: Stage) -> bool:
@@ -67,13 +68,24 @@ class Links:
         """The world rank of a stage."""
         return self.peers[number % len(self.peers)]
 
-    def way(self, kind: str, source: int, target: int) -> dict[str, Any]:
-        """Group and tag for a transfer between two stages. What a rank sends and what it receives never have the same: neither has
-        to wait for the other."""
-        size = len(self.peers)
-        wraps = (source < target) != (source % size < target % size)
-        tag = (kind == "backward") + 2 * (source % 2) + 4 * wraps
-        return {"group": self.ways[tag % len(self.ways)], "tag": tag}
+    def way(self, source: int, target: int) -> dict[str, Any]:
+        """Group and tag for a transfer between two stages."""
+        tag = way(source, target, len(self.peers))
+        return {"group": self.ways[tag], "tag": tag}
+
+    def connect(self, rank: Rank) -> None:
+        """The first transfers, those of a way at once. A collective of the peers. NCCL connects two ranks at their first transfer,
+        and until both have started it, it holds up their hosts, which may have to start another one first."""
+        size, token = len(self.peers), torch.zeros(1, device=rank.device)
+        pairs = {(way(*pair, size), *(stage % size for stage in pair)) for pair in neighbours(self.stages)}
+        for tag, group in self.ways.items():
+            ops = []
+            for _, sender, receiver in sorted(pair for pair in pairs if pair[0] == tag):
+                if rank.rank in (ends := (self.peers[sender], self.peers[receiver])):
+                    op = dist.isend if rank.rank == ends[0] else dist.irecv
+                    ops.append(dist.P2POp(op, token.clone(), ends[rank.rank == ends[0]], group, tag))
+            for transfer in dist.batch_isend_irecv(ops) if ops else []:
+                transfer.wait()
 
 
 @dataclass(slots=True)
@@ -188,8 +200,8 @@ class Passes:
             return
         shape, dtype = stage.passed(action.kind, self.micro_batches[action.index].tokens)
         into = torch.empty(shape, dtype=dtype, device=self.device)
-        way = self.links.way(action.kind, source, stage.number)
-        started = dist.irecv(into, self.links.peer(source), **way) if into.numel() else None
+        link = self.links.way(source, stage.number)
+        started = dist.irecv(into, self.links.peer(source), **link) if into.numel() else None
         self._received[action] = into, started
 
     def _arrived(self, action: Action) -> Tensor | None:
@@ -205,8 +217,7 @@ class Passes:
         if not tensor.numel():
             return
         tensor, source = tensor.contiguous(), self.stages[action.chunk].number
-        way = self.links.way(action.kind, source, target)
-        transfer = dist.isend(tensor, self.links.peer(target), **way)
+        transfer = dist.isend(tensor, self.links.peer(target), **self.links.way(source, target))
         assert transfer is not None
         self._sent[action] = transfer, tensor
         if len(self._sent) > self.most_sends:

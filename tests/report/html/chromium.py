@@ -121,6 +121,18 @@ class Chromium:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
+    def press(self, selector: str, accept: bool) -> str:
+        """Clicks an element that asks a question by `confirm`, and answers it. Returns the question."""
+        self.value(f"void setTimeout(() => document.querySelector({json.dumps(selector)}).click())")
+        while True:
+            asked = [e["params"]["message"] for e in self.told if e["method"] == "Page.javascriptDialogOpening"]
+            if asked:
+                break
+            self._read()
+        self.told.clear()
+        self.page("Page.handleJavaScriptDialog", accept=accept)
+        return str(asked[-1])
+
     def until(self, true: str) -> None:
         """Waits for an expression to be true, also across pages that follow one another."""
         deadline = time.monotonic() + WAIT_S

@@ -29,6 +29,7 @@ from raydist.faults import (
     ClockJump,
     DamageCopy,
     DiskFull,
+    ExpertImbalance,
     Fault,
     FlipBit,
     Garbage,
@@ -52,8 +53,10 @@ from raydist.faults import (
 )
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import RunDir
+from raydist.spec.experts import Experts
 from raydist.worker.faults import InjectedError, run_processes
 from raydist.worker.faults.injector import Injector
+from raydist.worker.model._moe import MixtureOfExperts
 from tests.processes import command_line
 from tests.training import alone
 
@@ -464,6 +467,29 @@ def test_a_bad_number_lasts_for_its_steps(tmp_path: Path) -> None:
         assert steps(heartbeat, step, step) == []
         finite.append(bool(model(torch.ones(2)).isfinite().all()))
     assert finite == [True, False, False, True]
+
+
+def test_routers_prefer_experts_for_a_time(tmp_path: Path) -> None:
+    """That share of the tokens goes to the first experts, in these steps and in training alone; no bias stays."""
+    layer = MixtureOfExperts(4, Experts(count=4, hidden=4, chosen=1))
+    router = layer.router
+    nn.init.zeros_(router.weight)
+    made, heartbeat = injector(RunDir(tmp_path), ExpertImbalance(step=2, experts=2, tokens=0.5, steps=2))
+    made.attach(nn.Sequential(layer))
+    x_ND = torch.ones(8, 4)
+    with torch.no_grad():
+        router.weight[3] = 1.0  # all tokens would take the last expert
+    chosen = []
+    for step in range(1, 5):
+        assert steps(heartbeat, step, step) == []
+        chosen.append([int((router(x_ND)[1] == expert).sum()) for expert in range(4)])
+        router.eval()
+        assert router(x_ND)[1].eq(3).all()
+        router.train()
+    assert chosen[0] == chosen[3] == [0, 0, 0, 8]
+    assert chosen[1] == chosen[2]
+    assert (sum(chosen[1][:2]), chosen[1][2:]) == (4, [0, 4])
+    assert router.bias is None
 
 
 def test_garbage_is_collected_in_each_step(tmp_path: Path) -> None:

@@ -152,7 +152,12 @@ def test_fifty_steps_beside_a_plain_loop(name: str) -> None:
     [
         ({"model_type": "gptj"}, "model_type 'gptj': no model here reads it\n  there are: "),
         ({}, "model_type None: no model here reads it"),
+        ({"model_type": ["llama"]}, "model_type ['llama']: no model here reads it"),
         ({"model_type": "llama"}, "hidden_size: is missing"),
+        ({**TINY, "model_type": "llama", "head_dim": {}}, "head_dim: {} is not a whole number"),
+        ({**TINY, "model_type": "llama", "rope_scaling": "yarn"}, "rope_parameters: 'yarn' is no table of values"),
+        ({**TINY, "model_type": "llama", "rope_theta": "1e4"}, "rope_theta: '1e4' is not a number"),
+        ({**TINY, "model_type": "qwen2", "layer_types": {}}, "layer_types: {} is not computed here"),
         ({**TINY, "model_type": "llama", "hidden_act": "gelu"}, "hidden_act: 'gelu' is not computed here"),
         ({**TINY, "model_type": "llama", "quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4}"),
         ({**TINY, "model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},

@@ -57,6 +57,20 @@ def test_the_balance_loss_has_the_gradient_of_its_formula() -> None:
     assert of_formula.abs().max() > 0.05  # so that its absence would be seen
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_experts_compute_the_same() -> None:
+    """In fp32 with rows of a multiple of 16 bytes, whose grouped product torch.compile does not know; gradients too."""
+    torch.manual_seed(0)
+    experts, rows = layer(Experts(3, 2, 8)).experts, torch.randn(7, D)
+    compiled = torch.compile(experts.forward, backend="aot_eager")
+    found = []
+    for forward in (experts.forward, compiled):
+        out = forward(rows, torch.tensor([3, 0, 4]))
+        found.append([out.detach(), *torch.autograd.grad((out**2).sum(), [*experts.parameters()])])
+    torch._dynamo.reset()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_a_masked_batch_has_neither_loads_nor_a_balance_loss() -> None:
     """Of a micro-batch without samples."""
     made = layer(SHAPE)
