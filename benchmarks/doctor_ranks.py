@@ -54,10 +54,13 @@ class Scenario:
 
 LONG = 10**6
 EXPERTS = {
-    "model": {"name": "qwen_moe", "layers": 2, "width": 64, "heads": 4, "context": 64, "options": {"num_experts": 4}},
+    "model": {
+        "name": "qwen_moe", "layers": 2, "width": 64, "heads": 4, "context": 64,
+        "options": {"num_experts": 4, "balance_loss": 0.01},
+    },
     "parallel": {"expert": 2},
     "observe": {"expert_loads": 10},
-}
+}  # fmt: skip
 SCENARIOS = [
     Scenario("SIGSTOP bursts", ("process_stopped",), {"fault": "pause", "seconds": 0.5, "gap": 0.7, "stops": 60}),
     Scenario("one SIGSTOP of 5 s", ("process_stopped",), {"fault": "pause", "seconds": 5, "stops": 1}),

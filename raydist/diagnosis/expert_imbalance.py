@@ -21,33 +21,37 @@ THRESHOLDS = {
         "1.5 times the mean of the ranks, in 5 events in a row",
         "the others then idle for a third of the time in experts",
     ),
+    "before": (
+        "1.25 times the median of the fullest rank before, or 1.5 times the mean in 30 more events",
+        "routers of a new model are uneven until their balance loss or bias has had time",
+    ),
     "tokens": (f"{TOKENS} for each expert on average", "fewer are uneven by chance"),
 }
-IMBALANCE = 1.5
+IMBALANCE, RISE, PATIENCE = 1.5, 1.25, 30
 
 
 def check(window: Window) -> Iterator[Finding]:
     """The layer and the rank with the most tokens."""
     ranks = int(window.setting("parallel.expert", 1) or 1)
-    events = window.of("expert_loads")[-EVENTS:]
-    if ranks < 2 or len(events) < EVENTS:
+    events = window.of("expert_loads")[-(EVENTS + PATIENCE) :]
+    if ranks < 2 or len(events) < 2 * EVENTS:
         return
     worst: tuple[float, str, int, int] | None = None
     for name in events[-1].data["layers"]:
         loads = [np.asarray(e.data["layers"].get(name, {}).get("loads", [])) for e in events]
         count = len(loads[-1])
-        if (
-            count % ranks
-            or len({len(one) for one in loads}) != 1
-            or not count
-            or min(one.mean() for one in loads) < TOKENS
-        ):
+        if count % ranks or len({len(one) for one in loads}) != 1 or not count:
             continue
-        of_ranks = np.stack(loads).reshape(EVENTS, ranks, -1).sum(axis=2)
-        times = of_ranks / of_ranks.mean(axis=1, keepdims=True)
-        rank = int(times.min(axis=0).argmax())
-        least = float(times[:, rank].min())
-        if least >= IMBALANCE and (worst is None or least > worst[0]):
+        if min(one.mean() for one in loads[-EVENTS:]) < TOKENS:
+            continue
+        of_ranks = np.stack(loads).reshape(len(events), ranks, -1).sum(axis=2)
+        times = of_ranks / np.maximum(of_ranks.mean(axis=1, keepdims=True), 1.0)
+        before, now = times[:-EVENTS].max(axis=1), times[-EVENTS:]
+        rank = int(now.min(axis=0).argmax())
+        least = float(now[:, rank].min())
+        rises = least >= RISE * float(np.median(before))
+        stays = len(before) == PATIENCE and float(before.min()) >= IMBALANCE
+        if least >= IMBALANCE and (rises or stays) and (worst is None or least > worst[0]):
             worst = least, name, rank, count // ranks
     if worst is None:
         return

@@ -334,6 +334,27 @@ def test_evaluation_and_storage_are_judged_from_events() -> None:
     assert [one.state for one in event("note", 100, text="")] == ["over"]
 
 
+@pytest.mark.parametrize(
+    ("shares", "named"),
+    [
+        ([0.5] * 10 + [0.85] * 5, True),  # becomes uneven
+        ([0.85] * 12, False),  # is so from the start, as routers of new models are
+        ([0.85] * 35, True),  # and stays so
+        (list(np.linspace(0.85, 0.7, 40)), False),  # evens out
+        ([0.5] * 10 + [0.85] * 4, False),
+    ],
+)
+def test_an_uneven_router_is_named_where_it_does_not_even_out(shares: list[float], named: bool) -> None:
+    """`shares`: tokens of the first of two ranks, in each event."""
+    events = [
+        Event("expert_loads", T + i, {"step": i, "layers": {"blocks.0.mlp": {"loads": [s * 500, s * 500, 1000 - s * 1000, 0]}}})
+        for i, s in enumerate(shares)
+    ]  # fmt: skip
+    found = list(Diagnosis(spec={"parallel": {"expert": 2}}).observe([], [], events))
+    told_of = [one.culprit for one in found if one.rule == "expert_imbalance"]
+    assert told_of == ([{"parameter": "blocks.0.mlp", "expert_rank": 0}] if named else [])
+
+
 def test_uneven_stages_of_a_pipeline() -> None:
     """The stage whose ranks compute longer than the other's is named with its ranks; even ones are not, and without a pipeline a
     rank that is slower is named."""
