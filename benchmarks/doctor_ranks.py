@@ -56,7 +56,7 @@ LONG = 10**6
 EXPERTS = {
     "model": {
         "name": "qwen_moe", "layers": 2, "width": 64, "heads": 4, "context": 64,
-        "options": {"num_experts": 4, "balance_loss": 0.01},
+        "options": {"num_experts": 4, "balance_loss": 0.1},
     },
     "parallel": {"expert": 2},
     "observe": {"expert_loads": 10},
