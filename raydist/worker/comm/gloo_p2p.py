@@ -88,9 +88,8 @@ def all_gather_rows(whole: Tensor, rows: Sequence[Tensor], group: ProcessGroup) 
     """All ranks' row into `rows`, views of `whole` that may differ in length; this rank's is there."""
     own = rows[group.rank()]
     if not direct(group):
-        if all(
-            row.numel() == own.numel() for row in rows
-        ):  # in place; of a list torch makes a copy in a buffer of its own
+        # In place: of a list torch makes a copy in a buffer of its own.
+        if all(row.numel() == own.numel() for row in rows):
             even: Work = collectives.all_gather(whole, own, group=group, async_op=True)
             return even
         work: Work = dist.all_gather(list(rows), own, group=group, async_op=True)
