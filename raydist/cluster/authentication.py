@@ -77,7 +77,7 @@ def check_head(address: str) -> dict[str, str]:
         modes = ["disabled", "token"]
     for each in modes:
         if _accepts(address, each):
-            if each != "token" == mode:
+            if mode == "token" and each != "token":
                 raise UserError(
                     f"the Ray cluster at {address} requires no token, and with {MODE}=token this driver would refuse its workers",
                     f"unset {MODE}, or start the cluster with it",
