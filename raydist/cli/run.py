@@ -98,17 +98,16 @@ def check_script(script: Path) -> None:
         raise UserError(f"{script}: is not a Python script", f"for a job: `raydist train {script}`")
     try:
         compile(read_file(script, LINE_BYTES), str(script), "exec")
+    except OSError as error:
+        raise UserError(
+            f"{script}: {error.strerror}", "give a Python script: raydist run train.py --workers 2"
+        ) from None
     except (
-        OSError,
         ValueError,
         RecursionError,
         MemoryError,
     ) as error:  # the last two: of an expression that is nested too deeply
-        why = (
-            error.strerror
-            if isinstance(error, OSError)
-            else f"is not a Python script: {str(error) or 'nested too deeply'}"
-        )
+        why = f"is not a Python script: {str(error) or 'nested too deeply'}"
         raise UserError(f"{script}: {why}", "give a Python script: raydist run train.py --workers 2") from None
     except SyntaxError as error:
         line = f"line {error.lineno}: " if error.lineno else ""

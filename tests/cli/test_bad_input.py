@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "syntax.yaml": "a: [1\nb: }",
         "empty.yaml": "",
         "binary.yaml": b"\xff\xfe\x00",
+        "binary.py": b"\xff\xfe\x00",
         "zero.yaml": b"name: a\0b\n",
         "list.yaml": "[1, 2]",
         "deep.yaml": "[" * 600,
@@ -66,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, content in files.items():
         (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     (root / "dir.yaml").mkdir()
+    (root / "dir.py").mkdir()
     os.mkfifo(root / "fifo")
     return root
 
@@ -139,12 +141,12 @@ COMMANDS = {
     "bench comm --workers 1": "--workers",
     "trace x --steps -1": "--steps",
     "run nosuch.py": "No such file",
-    "run dir.yaml": "Is a directory",
+    "run dir.py": "Is a directory",
     "run fifo": "is not a regular file",
     "run /dev/zero": "is not a regular file",
     "run bad_syntax.py": "line 1",
     "run null.py": "null",
-    "run binary.yaml": "binary.yaml: source code string cannot contain null bytes",
+    "run binary.py": "binary.py: source code string cannot contain null bytes",
     "run nested.py": "nested too deeply",
     "run ok.py --name a/b": "run name 'a/b'",
     "run ok.py --workers 0": "--workers",
