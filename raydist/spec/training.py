@@ -100,12 +100,10 @@ class ModelSpec(PartWithNewFields):
         size = self.vocab_size or (own(self) if own is not None else None)
         if size is not None and tokenizer > size:
             field = "model.vocab_size" if self.vocab_size else "model.options: vocab_size of the config"
-            raise UserError(
-                f"{field}: {size}: the tokenizer of the data has {tokenizer} ids",
-                f"set data.tokenizer to that of the weights, if it is not: {self.hf}/tokenizer.json"
-                if self.hf
-                else "leave it out, or set it higher",
-            )
+            remedy = "leave it out, or set it higher"
+            if self.hf:
+                remedy = f"set data.tokenizer to that of the weights, if it is not: {self.hf}/tokenizer.json"
+            raise UserError(f"{field}: {size}: the tokenizer of the data has {tokenizer} ids", remedy)
         return size or tokenizer
 
 
@@ -360,12 +358,8 @@ class OptimSpec(PartWithNewFields):
     @model_validator(mode="after")
     def _fits(self) -> OptimSpec:
         if self.scale_lr != "none" and self.base_batch is None:
-            raise problem(
-                "base_batch",
-                None,
-                f"is needed by scale_lr: {self.scale_lr}",
-                "set the global batch that lr was tuned for",
-            )
+            told = f"is needed by scale_lr: {self.scale_lr}"
+            raise problem("base_batch", None, told, "set the global batch that lr was tuned for")
         check_spec("optimizer", self.name, self)
         return self
 
