@@ -210,7 +210,7 @@ def test_folders_that_cannot_be_read(tmp_path: Path, datasets: dict[str, TokenDa
         (lambda f: changed(f, lambda t: t.pop(f"{Q}_scale")), f"{Q}: I8 in model.safetensors, not one of"),
         (lambda f: changed(f, lambda t: t.update({f"{Q}_scale": torch.ones(3, 1)})), rf"{Q}_scale: \[3, 1\] in"),
         (lambda f: changed(f, lambda t: t.update(extra=torch.ones(2))), "extra: the model has no such tensor"),
-        (lambda f: configured(f, num_hidden_layers="many"), "model.layers: 'many'"),
+        (lambda f: configured(f, num_hidden_layers="many"), "num_hidden_layers: 'many' is not a whole number"),
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "cannot be read"),
     ]  # fmt: skip
     for number, (change, says) in enumerate(cases):
