@@ -71,6 +71,7 @@ def report(run: RunDir) -> Report:
         "loss": about["loss"],
         "eval_loss": about["eval_loss"],
         "tokens_per_second": pace,
+        "samples_per_second": _samples_per_second(pace, steps, _get(spec, "train", "global_batch")),
         "mfu": pace * capacity["flops_per_token"] / capacity["peak_flops"] if pace and capacity else None,
         "world_size": about["attempts"][-1]["world_size"] if about["attempts"] else None,
         "versions": _versions(run, events),
@@ -112,6 +113,12 @@ def _parsed(text: str) -> Any:
         return parse_yaml(text)
     except (yaml.YAMLError, ValueError):
         return None  # it is shown unparsed, and values from it are unknown
+
+
+def _samples_per_second(pace: float | None, steps: pa.Table, batch: Any) -> float | None:
+    """With the tokens of a step as in the last 50."""
+    tokens = steps["tokens"].to_numpy()[-50:]
+    return pace * batch / float(tokens.mean()) if pace and batch and tokens.any() else None
 
 
 def _get(spec: Any, *keys: str) -> Any:

@@ -95,6 +95,11 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
+def _samples(facts: dict[str, Any]) -> str:
+    rate = facts["samples_per_second"]
+    return f"; {rate:,.1f} samples/s" if rate is not None else ""
+
+
 def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     total = facts["total_steps"]
     versions = {name: version for name, version in facts["versions"].items() if name != "report" and version}
@@ -103,7 +108,7 @@ def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("steps", f"{facts['steps']:,}", f"of {total:,}" if total else ""),
         ("loss", text.loss(facts["loss"]), "of the last step, nats"),
         ("eval loss", text.loss(facts["eval_loss"]), "the newest, nats"),
-        ("tokens/s", text.rate(facts["tokens_per_second"]), "all ranks, the last 50 steps"),
+        ("tokens/s", text.rate(facts["tokens_per_second"]), f"all ranks, the last 50 steps{_samples(facts)}"),
         ("MFU", _percent(facts["mfu"]), "") if facts["mfu"] is not None else None,
         ("goodput", _percent(facts["goodput"]), "share of the time in new steps"),
         ("ranks", str(facts["world_size"] or "-"), "of the newest attempt"),
