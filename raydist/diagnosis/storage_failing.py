@@ -13,7 +13,9 @@ from raydist.records import Event, Finding
 
 CAUSE = "the storage takes no checkpoint"
 LOOKS = "the events checkpoint_failed since the newest checkpoint_saved, and their causes"
-THRESHOLDS = {"failed": ("1; critical from 2 in a row on", "a checkpoint that is written ends it")}
+THRESHOLDS = {
+    "failed": ("1, or 2 steps passed over; critical from 2 in a row on", "a checkpoint that is written ends it")
+}
 _CAUSES = (
     ("No space left", "the storage is full", "free space there, or lower checkpoint.keep"),
     ("Disk quota exceeded", "the quota of the storage is used up", "free space there, or lower checkpoint.keep"),
@@ -37,7 +39,8 @@ def check(window: Window) -> Iterator[Finding]:
             failed.append(event)
         elif event.kind == "checkpoint_saved":
             failed.clear()
-    if not failed:
+    # One step is passed over whenever a save takes longer than `checkpoint.every`, and the next one is written.
+    if not failed or (len(failed) == 1 and failed[0].data.get("skipped")):
         return
     last = failed[-1]
     error, rank = str(last.data["cause"]), last.data.get("rank")

@@ -332,6 +332,14 @@ def test_evaluation_and_storage_are_judged_from_events() -> None:
     assert (one.state, one.severity) == ("changed", "critical")
     assert event("checkpoint_saved", 85, bytes=1, seconds=1.0, stall_seconds=0.0) == []
     assert [one.state for one in event("note", 100, text="")] == ["over"]
+    slow: dict[str, Any] = {
+        "rank": 0,
+        "cause": "passed over: the save of step 100 is still on its way after 9 s",
+        "skipped": True,
+    }
+    assert event("checkpoint_failed", 110, **slow) == []
+    (one,) = event("checkpoint_failed", 120, **slow)
+    assert one.cause == "the storage does not answer, or is too slow"
 
 
 @pytest.mark.parametrize(
