@@ -84,7 +84,10 @@ class Trainer:
             parameters=gather_parameters(self.strategy.shards(), self.rank),
             full_tokens=spec.train.global_batch * CONTEXT,
             clip=spec.optim.clip,
-            hooks=[ForwardSeeds([self.model], spec.train.seed, device), BeforeUpdate(lambda: self.before_update())],
+            hooks=[
+                ForwardSeeds([self.model], spec.train.seed, device, by_block=spec.train.compile is not True),
+                BeforeUpdate(lambda: self.before_update()),
+            ],
             parts=parts,
         )
 
