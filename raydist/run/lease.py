@@ -23,7 +23,6 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from raydist.errors import Fenced, StorageError, UsageError
@@ -130,7 +129,7 @@ class DriverLease:
     def __enter__(self) -> DriverLease:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def _renew(self) -> None:
