@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raydist.errors import Fenced, StorageError, UsageError
-from raydist.parsing import parse_json
+from raydist.parsing import DAMAGED, parse_json
 from raydist.run.directory import DRIVERS, Folder, RunDir
 from raydist.run.status import LOST_AFTER_S, gone, this_process
 from raydist.storage import NO_FOLDER
@@ -258,7 +258,7 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
         driver = {**found["driver"], "host": str(found["driver"]["host"]), "pid": int(found["driver"]["pid"])}
         known = {"key": str(found["key"]), "renewed_at": float(found["renewed_at"]), "ended": bool(found["ended"])}
         return {**found, **known, "driver": {**driver, "since": float(driver["since"])}}
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except DAMAGED:
         return None
 
 
