@@ -129,7 +129,7 @@ def expose(op: str, seconds: float) -> None:
 class CollectiveCounters:
     """Counts from `install` until `close`, in the whole process; one at a time. `device`: the device that this rank trains on.
 
-    Call `install` in the training thread: only waits of that thread count as exposed.
+    Call `install` in the training thread: only its waits, and those of its backward passes, count as exposed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -251,7 +251,7 @@ class CollectiveCounters:
     def _follow(self, clock: Clock, call: Call) -> None:
         # Functional collectives run below autograd. Only C++ code waits for their work.
         waitable = not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
-        if self._backward is not None and waitable and self._training():
+        if self._backward is not None and waitable and self._training(clock):
             self._backward.append((clock, call))
         if waitable and isinstance(clock, HostClock):
             self._open[id(call.work)] = call
@@ -261,7 +261,7 @@ class CollectiveCounters:
 
     def _wait_tensor(self, tensor: Tensor) -> Any:
         clock = self._clocks.get(tensor.device.type, self._clocks["cpu"])
-        begun = self._safely(clock.wait, None, self._training())
+        begun = self._safely(clock.wait, None, self._training(clock))
         with torch._C._ExcludeDispatchKeyGuard(_BELOW):
             made = torch.ops._c10d_functional.wait_tensor.default(tensor)
         self._safely(clock.waited, begun)
@@ -276,9 +276,13 @@ class CollectiveCounters:
             clock = self._clocks["cpu"] if call is not None else self._clocks.get("cuda")
             if clock is None:
                 return original(first, *args, **kwargs)
+            training = self._training(clock)
             if call is not None:
                 call.waited = True
-            begun = self._safely(clock.wait, call, self._training())
+            elif training:  # the stream waits for what it was given so far
+                for _, before in self._backward or ():
+                    before.waited = True
+            begun = self._safely(clock.wait, call, training)
             made = original(first, *args, **kwargs)
             self._safely(clock.waited, begun)
             return made
@@ -296,8 +300,11 @@ class CollectiveCounters:
             self.problem = f"{type(error).__name__}: {error}"
             return None
 
-    def _training(self) -> bool:
-        return threading.get_ident() == self._thread
+    def _training(self, clock: Clock | None = None) -> bool:
+        """Whether this thread trains. Backward passes on CUDA run in threads of autograd's engine."""
+        if threading.get_ident() == self._thread:
+            return True
+        return self._backward is not None and clock is not None and clock is not self._clocks["cpu"]
 
     def _spend(self, op: str, seconds: float) -> None:
         with self._lock:
