@@ -205,19 +205,20 @@ def test_a_private_ray_dies_with_its_driver(
     assert not ray.is_initialized()
 
 
-def test_ctrl_c_reaches_the_driver_alone_and_an_actor_that_does_not_end_is_ended(
+def test_a_signal_to_the_process_group_reaches_the_driver_alone_and_an_actor_that_does_not_end_is_ended(
     drivers: Callable[..., Driver], tmp_path: Path
 ) -> None:
-    """SIGINT to the whole process group, as a terminal sends it: only the driver receives it; Ray and the workers continue. An
-    actor hangs at exit, as Ray's own shutdown sometimes does: it is killed, and no process remains."""
+    """SIGINT and SIGTERM to the whole process group, as a terminal and `timeout` send them: only the driver receives them; Ray
+    and the workers continue. An actor hangs at exit, as Ray's own shutdown sometimes does: it is killed, and no process remains."""
     driver = drivers("private", str(tmp_path / "logs"))
     driver.read()
     workers, go = tmp_path / "started", tmp_path / "go"
     workers.mkdir()
     driver.write(end={"*": "file"}, file=str(go), started=str(workers), bystander=str(tmp_path / "bystander"))
     _wait(lambda: len([p for p in workers.iterdir() if p.read_text()]) == 2)
-    os.killpg(driver.process.pid, signal.SIGINT)
-    assert driver.read() == {"interrupted": True}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.killpg(driver.process.pid, number)
+        assert driver.read() == {"interrupted": True}
     _wait(lambda: (tmp_path / "bystander").exists())
     go.touch()
     answer = driver.read()
