@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
+from raydist.cluster import head_monitor
 from raydist.cluster import session as session_module
 from raydist.cluster.session import open_session, worker_environment
 from raydist.errors import ClusterUnreachable, UserError
@@ -203,6 +204,32 @@ def test_a_private_ray_dies_with_its_driver(
     with pytest.raises(ray.exceptions.RaySystemError, match="not been started"):
         ray.nodes()
     assert not ray.is_initialized()
+
+
+def test_ray_is_not_shut_down_below_a_thread_that_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's end waits for it; if it does not return, the process leaves without Ray's shutdown, in which such a call may
+    end the process by SIGSEGV. Ray's own threads, which its shutdown ends, are not waited for."""
+    import ray
+
+    downs: list[str] = []
+    monkeypatch.setattr(ray, "shutdown", lambda: downs.append("down"))
+    monkeypatch.setattr(head_monitor, "QUIET_S", 0.1)
+    monkeypatch.setattr(head_monitor, "lost", False)
+    namespace: dict[str, Any] = {"__name__": "ray.actor"}
+    exec("def call(returns): returns.wait()", namespace)
+    returns = threading.Event()
+    threads = [
+        threading.Thread(target=namespace["call"], args=[returns], name=n) for n in ("ray_listen", "raydist-abort")
+    ]
+    threads[0].start()
+    session_module._shut_down()
+    assert (downs, head_monitor.lost) == (["down"], False)
+    threads[1].start()
+    session_module._shut_down()
+    assert (downs, head_monitor.lost) == (["down"], True)
+    returns.set()
+    for thread in threads:
+        thread.join()
 
 
 def test_a_signal_to_the_process_group_reaches_the_driver_alone_and_an_actor_that_does_not_end_is_ended(
