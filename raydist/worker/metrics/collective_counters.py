@@ -297,8 +297,8 @@ class CollectiveCounters:
             if call is not None:
                 call.waited = True
             elif training:  # the stream waits for what it was given so far
-                for _, before in self._backward or ():
-                    before.waited = True
+                for its, before in self._backward or ():
+                    before.waited = before.waited or its is clock
             begun = self._safely(clock.wait, call, training)
             made = original(first, *args, **kwargs)
             self._safely(clock.waited, begun)
