@@ -16,7 +16,7 @@ from raydist.data.batches import MASKED, Divide, MicroBatch, Samples, StepBatch,
 from raydist.data.dataset import TokenDataset
 from raydist.data.samples import batches_of, divide_of, held_out_samples, training_samples
 from raydist.data.sequences import Sequences
-from raydist.errors import DataError, UserError
+from raydist.errors import UserError
 from raydist.spec import JobSpec
 from raydist.worker.distributed import use_device
 from raydist.worker.mesh import Mesh
@@ -69,11 +69,6 @@ class Feed:
     def eval_set(self) -> list[MicroBatch]:
         """This rank's part of the eval batches, the same at each evaluation. Raises DataError if the eval split is empty."""
         samples = held_out_samples(self._spec, self._dataset, self.samples)
-        if not len(samples):
-            raise DataError(
-                f"{self._dataset.uri}: the eval split is empty, but eval.every is {self._spec.eval.every}",
-                "prepare with a larger eval_fraction, or set eval.every: null",
-            )
         batches = eval_batches(len(samples), self._spec.eval.batches, self.batches.global_batch)
         divide, rank, size = divide_of(self._spec, samples), self._mesh.data_rank, self._mesh.data_size
         if self.parts is None:

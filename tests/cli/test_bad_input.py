@@ -23,10 +23,12 @@ NOWHERE = "http://127.0.0.1:1"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files with one mistake each, beside a valid job and its text."""
     root = tmp_path_factory.mktemp("bad")
-    job: dict[str, Any] = {"name": "j", "data": {"source": "good.txt"}, "train": {"steps": 3}}
+    one: dict[str, Any] = {"name": "j", "data": {"source": "good.txt"}, "train": {"steps": 3}}
+    job = {**one, "eval": {"every": None}}
     files: dict[str, str | bytes] = {
         "job.yaml": yaml.safe_dump(job),
-        "grid.yaml": yaml.safe_dump({"base": "job.yaml", "array": {"parameters": [{"learning_rate": [1e-3, 1e-2]}]}}),
+        "one.yaml": yaml.safe_dump(one),
+        "grid.yaml": yaml.safe_dump({"base": "one.yaml", "array": {"parameters": [{"learning_rate": [1e-3, 1e-2]}]}}),
         "far.yaml": yaml.safe_dump({**job, "data": {"source": "../elsewhere.txt"}}),
         "orphan.yaml": "base: nosuch.yaml\narray: {parameters: [{learning_rate: [1.0e-3]}]}\n",
         "circle.yaml": "extends: circle.yaml\n",
@@ -96,6 +98,7 @@ COMMANDS = {
     **{f"bench comm {name}": JOB_FILES[name] for name in ("nosuch.yaml", "dir.yaml")},
     **{f"data prepare {name} --out made": says for name, says in SOURCES.items()},
     "train deep.yaml": "nested too deeply",
+    "train one.yaml": "its 0 held-out documents make no sample",
     "train circle.yaml": "goes round in a circle",
     "train grid.yaml": "raydist sweep grid.yaml",
     "sweep job.yaml": "raydist train job.yaml",
