@@ -31,7 +31,7 @@ import pytest
 
 from raydist import registry
 from raydist.launch.fork_server import PRELOAD
-from tests import leftovers, needs, slow_files
+from tests import forked, leftovers, needs, slow_files
 from tests.hosts import WATCHFUL, Cluster, Hosts, close_templates
 from tests.scheduling import WAITING, Scheduling
 
@@ -81,8 +81,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_unconfigure() -> None:
-    """Ends what was started once for all hosts."""
+    """Ends what was started once for all hosts and programs."""
     close_templates()
+    forked.close()
 
 
 @pytest.fixture(autouse=True)

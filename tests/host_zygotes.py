@@ -101,7 +101,7 @@ def main(serve: str, preload: Sequence[str], address: str) -> None:
             with open(os.devnull) as nothing:  # what is forked from it must not read the template's lines
                 os.dup2(nothing.fileno(), 0)
             try:
-                _enter(init, own_users)
+                enter(init, own_users)
                 _become_parent(writing, serve, preload, address)
             except OSError as error:
                 os.write(writing, f"{type(error).__name__}: {error}".replace("\n", " ").encode())
@@ -111,7 +111,8 @@ def main(serve: str, preload: Sequence[str], address: str) -> None:
             print(pipe.read(), flush=True)
 
 
-def _enter(init: int, own_users: bool) -> None:
+def enter(init: int, own_users: bool) -> None:
+    """Enters the namespaces of that process; the next child is in its process namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = [name for name in _NAMESPACES if own_users or name != "user"]
     found = [(name, os.open(f"/proc/{init}/ns/{name}", os.O_RDONLY)) for name in names]

@@ -31,7 +31,8 @@ WAIT_S, WITHIN_S = 60.0, 10.0
 a session within a test; some of these leave a process behind on purpose."""
 SHM, NAMESPACES = Path(os.environ.get("RAYDIST_TEST_SHM", "/dev/shm")), Path("/run/netns")
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Child processes of the test process, which stay until it exits; so do the templates of tests/host_zygotes.py."""
+"""Child processes of the test process, which stay until it exits; so do the templates of tests/host_zygotes.py and
+tests/forked.py."""
 _KEY = pytest.StashKey["_Before"]()
 
 
@@ -118,7 +119,7 @@ def _processes() -> Iterator[psutil.Process]:
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid == mine or not _marked(process.pid, mark) or not runs(process):
                 continue
-            helpers = (*HELPERS, "tests.host_zygotes")
+            helpers = (*HELPERS, "tests.host_zygotes", "tests.forked")
             if not (process.ppid() == mine and any(name in command_line(process) for name in helpers)):
                 yield process
 

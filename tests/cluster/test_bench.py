@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from raydist.cluster import bench
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.errors import PreflightError, WorkerFailed
 from raydist.spec import JobSpec
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 JOB = """\
@@ -80,10 +79,7 @@ def test_the_command(tmp_path: Path) -> None:
     """A job's links, gradients and buckets as one object on stdout; all received numbers are correct."""
     (tmp_path / "job.yaml").write_text(JOB)
     asked = ["bench", "comm", "job.yaml", "--max-bytes", "64KiB", "--min-bytes", "16KiB", "--iters", "3", "--json"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "raydist", *asked], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
-    )
+    done = forked.run(["raydist", *asked], os.environ, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["v"], told["world_size"], told["backend"]) == (1, 2, "gloo")

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from typer.testing import CliRunner
 
 from raydist.cli.main import app
 from raydist.run.directory import RunDir
+from tests import forked
 from tests.end_to_end.driver import Warm, WarmCommand
 from tests.exact import exact, weights
 from tests.hosts import template_pids
@@ -29,7 +29,6 @@ from tests.processes import command_line, runs
 __all__ = ["Project", "exact"]
 
 PROJECT = Path(__file__).parent / "project"
-RAYDIST = str(Path(sys.executable).with_name("raydist"))
 TIMEOUT_S = 240
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 OF_THE_WARM_RAY = ("ray::IDLE", "default_worker.py", "ray::_LeanController")
@@ -60,18 +59,14 @@ class Project:
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         return {**env, "RAYDIST_STORAGE": str(self.runs), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
-    def start(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """Starts the command in a new process."""
-        return subprocess.Popen(
-            [RAYDIST, *arguments],
-            cwd=self.root, env=self.environment() | (env or {}), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+    def start(self, *arguments: str, env: dict[str, str] | None = None) -> forked.Program:
+        """Starts the command in a new process, which is forked (tests/forked.py)."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return forked.Program(["raydist", *arguments], self.environment() | (env or {}), cwd=self.root, **pipes)
 
     def raydist(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Runs the command in a new process to its end."""
-        process = self.start(*arguments, env=env)
-        out, err = process.communicate(timeout=TIMEOUT_S)
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        return forked.run(["raydist", *arguments], self.environment() | (env or {}), cwd=self.root)
 
     def warm_start(self, *arguments: str) -> WarmCommand:
         """Starts the command in the warm driver; the first call starts the driver."""
@@ -201,4 +196,4 @@ def _children() -> dict[int, str]:
 
 
 def _that_stay() -> set[int]:
-    return template_pids().union(*(warm.own for warm in Warm.living))
+    return (template_pids() | forked.pids()).union(*(warm.own for warm in Warm.living))

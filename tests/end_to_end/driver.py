@@ -5,7 +5,8 @@ check the start or the end of Ray run theirs here. Different from a user's comma
 the workers of one `raydist train` or `run` are kept for the next, as with a sweep's cells. The same: the command line, the driver's
 code, its signals, Ray's workers and the ranks.
 
-`Warm` is the test's side. `python -m tests.end_to_end.driver` is the driver: it executes one JSON line from stdin after another.
+`Warm` is the test's side. `python -m tests.end_to_end.driver` is the driver, which is forked (tests/forked.py): it executes one
+JSON line from stdin after another.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import psutil
+from tests import forked
 
 REPOSITORY = Path(__file__).parents[2]
 END_S = 240
@@ -40,15 +41,15 @@ class Warm:
         # One folder for each driver of this project: a file of tests may end its driver, and the next one starts another.
         self._logs = Path(tempfile.mkdtemp(prefix="warm-", dir=folder))
         self._number = 0
+        program = ["tests.end_to_end.driver", str(folder), str(self._logs / "ray")]
         # The driver's own output, and Ray's files.
         with (self._logs / "driver").open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.end_to_end.driver", str(folder), str(self._logs / "ray")],
-                cwd=REPOSITORY, env={**env}, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-            )  # fmt: skip
+            self.process = forked.Program(
+                program, env, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            )
         self.living.append(self)
         assert self._answer() == "ready", (self._logs / "driver").read_text()
-        self.own = {p.pid for p in (psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(True))}
+        self.own = {self.process.pid, *(p.pid for p in self.process.processes())}
         """Its processes while no command runs, without Ray's idle workers, whose number changes."""
 
     def start(self, arguments: Sequence[str]) -> WarmCommand:
@@ -87,12 +88,12 @@ class Warm:
 
 
 class WarmCommand:
-    """A command of the warm driver, with the part of `subprocess.Popen` that the tests use. `pid` and signals are the
-    driver's."""
+    """A command of the warm driver, with the part of `forked.Program` that the tests use. `inner`, `processes`
+    and signals are the driver's."""
 
     def __init__(self, warm: Warm, arguments: Sequence[str], out: Path, err: Path) -> None:
         self.args, self._warm, self._out, self._err = list(arguments), warm, out, err
-        self.pid = warm.process.pid
+        self.inner, self.processes = warm.process.inner, warm.process.processes
         self.returncode: int | None = None
         for path in (out, err):
             path.touch()

@@ -15,6 +15,7 @@ from raydist.records import Event
 from raydist.run.sweep_directory import SweepDir
 from tests.end_to_end.conftest import Project, whole_lines
 from tests.end_to_end.driver import WarmCommand
+from tests.forked import Program
 
 BASE = {
     "extends": "job.yaml",
@@ -69,7 +70,7 @@ class Sweeps:
         """The loss of every step of the cell."""
         return [row["loss"] for row in self.project.steps(str(self.folder(name).run(cell).uri))]
 
-    def start(self, name: str, *options: str) -> subprocess.Popen[str]:
+    def start(self, name: str, *options: str) -> Program:
         """Starts `raydist sweep NAME.yaml` in a new process with its own Ray."""
         return self.project.start("sweep", f"{name}.yaml", *options)
 

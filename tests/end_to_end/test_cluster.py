@@ -29,6 +29,7 @@ from raydist.cluster import ray_worker
 from raydist.launch import fork_server
 from raydist.run.sweep_directory import SweepDir
 from raydist.run.sweep_state import fold
+from tests import forked
 from tests.exact import exact
 from tests.hosts import LEAN
 from tests.stderr import without_stages
@@ -55,7 +56,7 @@ def free_ports(n: int) -> list[int]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
     """The head of a cluster: {"gcs": HOST:PORT, "jobs": http://HOST:PORT}; all its processes are ended with the module. Workers
-    are forked (tests/host_zygotes.py), except those of a job that ships a raydist of its own."""
+    and the jobs' drivers are forked (tests/forked.py), except those of a job that ships a raydist of its own."""
     gcs, dashboard, agent, grpc, export, runtime = free_ports(6)
     with tempfile.TemporaryDirectory(prefix="rd-head-", dir="/tmp") as temp:
         command = [
@@ -69,7 +70,7 @@ def cluster() -> Iterator[dict[str, str]]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | TOKEN | {"RAY_AUTH_MODE": "token"}
         env |= LEAN
         # The `python` of a job's entrypoint is the first on the head's PATH, as in an activated environment.
-        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+        env |= forked.shell(Path(temp, "bin"), f"{Path(sys.executable).parent}:{env['PATH']}")
         zygotes = [
             ray_worker.start_zygote(Path(temp), {**TOKEN, **LEAN, "RAY_AUTH_MODE": "token"}),
             fork_server.start_zygote(Path(temp), {}),
@@ -120,30 +121,33 @@ def _answers(url: str, head: subprocess.Popen[bytes], log: str) -> None:
 
 
 def working_dir(project: Any, name: str, package: bool = False) -> tuple[Path, list[str]]:
-    """A folder to upload, with the job, and the package or not. Data and runs are on storage that the nodes share."""
+    """A folder to upload, with the job, and the package or not: each process that imports it creates a file. Data and runs are on
+    storage that the nodes share."""
     folder = project.root / f"ship-{name}"
     folder.mkdir()
     for file in ("job.yaml", "faulty.py"):
         shutil.copy(project.root / file, folder)
     if package:
         shutil.copytree(REPOSITORY / "raydist", folder / "raydist", ignore=shutil.ignore_patterns("__pycache__"))
+        shipped = str(project.root / f"shipped-{name}")
+        os.mkdir(shipped)
+        with (folder / "raydist/__init__.py").open("a") as file:
+            file.write(f"import os\nopen({shipped!r} + f'/{{os.getpid()}}', 'w').close()\n")
     data = ["--set", f"data.path={project.root / 'data'}", "--storage", str(project.runs)]
     return folder, [*project.options(name), "--name", name, *data]
 
 
 def test_raydist_submit(project: Any, cluster: dict[str, str], undisturbed: dict[str, Any]) -> None:
-    """`raydist submit` uploads the folder, with a raydist in it, follows the log to the end, and exits with 0. The job's driver is
-    killed once; `submit` submits the job again, and the run equals the one on a private Ray, bit for bit."""
-    folder, arguments = working_dir(project, "submitted", package=True)
+    """`raydist submit` uploads the folder, follows the log to the end, and exits with 0. The job's driver is killed once; `submit`
+    submits the job again, and the run equals the one on a private Ray, bit for bit."""
+    folder, arguments = working_dir(project, "submitted")
     (folder / "faults.yaml").write_text("- {fault: kill_driver, step: 5}\n")
     (folder / ".gitignore").write_text("*.yaml\n")  # files that the job names are uploaded nevertheless
     (folder / "old/attempts").mkdir(parents=True)
     (folder / "old/spec.yaml").touch()
-    job = [sys.executable, "-m", "raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
+    job = ["raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
     job += ["--retries", "1", "--faults", "faults.yaml"]
-    done = subprocess.run(
-        job, cwd=folder, env=project.environment() | TOKEN, capture_output=True, text=True, timeout=240
-    )
+    done = forked.run(job, project.environment() | TOKEN, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "step 12/12" in done.stderr or "step 12" in done.stderr
     assert "submitting it again" in done.stderr
@@ -156,8 +160,8 @@ def test_raydist_submit(project: Any, cluster: dict[str, str], undisturbed: dict
 
 
 def test_ray_job_submit(project: Any, cluster: dict[str, str]) -> None:
-    """`ray job submit` trains the same job; the last line of its log is the run as JSON."""
-    folder, arguments = working_dir(project, "by-ray")
+    """`ray job submit` trains the same job, with the raydist in its folder; the last line of its log is the run as JSON."""
+    folder, arguments = working_dir(project, "by-ray", package=True)
     command = ["python", "-m", "raydist", "train", "job.yaml", "--json", *arguments]
     job = [RAY, "job", "submit", "--address", cluster["jobs"], "--working-dir", str(folder), "--", *command]
     env = project.environment() | TOKEN | {"RAY_AUTH_MODE": "token"}  # Ray's own tools also need the mode
@@ -165,6 +169,7 @@ def test_ray_job_submit(project: Any, cluster: dict[str, str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(s for s in done.stdout.splitlines() if s.startswith('{"run"'))
     assert json.loads(line)["status"] == "finished"
+    assert len(os.listdir(project.root / "shipped-by-ray")) >= 3, "the driver, and at least the two workers"
 
 
 def test_a_users_loop_by_address_and_submitted(project: Any, cluster: dict[str, str]) -> None:
@@ -219,17 +224,11 @@ def sweep_of(folder: Path, steps: int) -> None:
     (folder / "sweep.yaml").write_text(json.dumps({"base": "base.yaml", "array": array}))
 
 
-def submitted(project: Any, cluster: dict[str, str], folder: Path, arguments: list[str]) -> subprocess.Popen[str]:
+def submitted(project: Any, cluster: dict[str, str], folder: Path, arguments: list[str]) -> forked.Program:
     """Starts `raydist submit sweep.yaml`."""
-    command = [sys.executable, "-m", "raydist", "submit", "sweep.yaml", "--address", cluster["jobs"], *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=project.environment() | TOKEN,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    command = ["raydist", "submit", "sweep.yaml", "--address", cluster["jobs"], *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return forked.Program(command, project.environment() | TOKEN, cwd=folder, **pipes)
 
 
 def test_raydist_submit_of_a_sweep(project: Any, cluster: dict[str, str]) -> None:
@@ -276,15 +275,15 @@ def test_a_sweep_that_is_left_and_then_stopped(project: Any, cluster: dict[str, 
 
 
 def test_a_job_that_fails_ends_submit_with_its_code(project: Any, cluster: dict[str, str]) -> None:
-    """A mistake that is only found on the cluster, a missing dataset, is reported by `submit` with exit code 2."""
-    folder, arguments = working_dir(project, "no-data")
-    job = [sys.executable, "-m", "raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
+    """A mistake that is only found on the cluster, a missing dataset, is reported by `submit` with exit code 2; here by the
+    raydist that it has uploaded."""
+    folder, arguments = working_dir(project, "no-data", package=True)
+    job = ["raydist", "submit", "job.yaml", "--address", cluster["jobs"], *arguments]
     job += ["--set", "data.path=/no/such/place"]
-    done = subprocess.run(
-        job, cwd=folder, env=project.environment() | TOKEN, capture_output=True, text=True, timeout=240
-    )
+    done = forked.run(job, project.environment() | TOKEN, cwd=folder)
     assert done.returncode == 2, done.stderr
     assert "/no/such/place" in done.stderr
+    assert os.listdir(project.root / "shipped-no-data")
 
 
 def test_a_cluster_that_is_not_there(project: Any) -> None:

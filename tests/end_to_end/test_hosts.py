@@ -11,12 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests import forked
 from tests.exact import exact
 from tests.hosts import Cluster, Host
 from tests.sockets import ATTACK, unexpected
-
-RAYDIST = str(Path(sys.executable).with_name("raydist"))
-
 
 IN_MEMORY = (
     "--set", "checkpoint.every=null", "--set", "recovery.snapshot_every=2", "--set", "cluster.cpus_per_worker=1",
@@ -26,9 +24,9 @@ IN_MEMORY = (
 
 def train(project: Any, cluster: Cluster, name: str, *arguments: str) -> dict[str, Any]:
     """Runs `raydist train job.yaml --json` on the first host with one worker on each; returns the object that it prints."""
-    command = [RAYDIST, "train", "job.yaml", "--name", name, "--json", "--address", cluster.address]
+    command = forked.command("raydist", "train", "job.yaml", "--name", name, "--json", "--address", cluster.address)
     each = ["--set", "cluster.cpus_per_worker=1"]
-    env = project.environment() | cluster.environment
+    env = project.environment() | cluster.environment | forked.environment()
     done = cluster.hosts[0].run(
         [*command, *each, *project.options(name), *arguments], cwd=project.root, env=env, timeout=240
     )
@@ -69,8 +67,8 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed
     first, second = ray_hosts.hosts
     nodes = ray_hosts.node_ids()
     options = [*IN_MEMORY, *project.options("lost", hold=11)]
-    command = [RAYDIST, "train", "job.yaml", "--name", "lost", "--address", ray_hosts.address, *options]
-    env = project.environment() | ray_hosts.environment
+    command = forked.command("raydist", "train", "job.yaml", "--name", "lost", "--address", ray_hosts.address, *options)
+    env = project.environment() | ray_hosts.environment | forked.environment()
     with (project.root / "lost.log").open("w") as log:
         process = first.popen(command, env=env, cwd=str(project.root), stdout=log, stderr=log)
 
@@ -111,9 +109,9 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed
 def test_the_nodes_are_measured_without_a_job(project: Any, ray_hosts: Cluster) -> None:
     """`raydist check` on two hosts: a rank on each, the link between them, and the storage. A node that is left
     out by its address gets no rank. A folder that the other host does not share is an error before anything is measured."""
-    env = project.environment() | ray_hosts.environment
+    env = project.environment() | ray_hosts.environment | forked.environment()
     first, second = ray_hosts.hosts
-    check = [RAYDIST, "check", "--address", ray_hosts.address, "--json", "--slow", "0.01"]
+    check = forked.command("raydist", "check", "--address", ray_hosts.address, "--json", "--slow", "0.01")
     done = first.run(check, cwd=project.root, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["nodes"]

@@ -30,7 +30,7 @@ def until_copied(process: Any) -> Path:
     while not any(manifest for folder in found for manifest in folder.glob("checkpoints/*/MANIFEST-*")):
         assert process.poll() is None
         with contextlib.suppress(psutil.Error):
-            bound = [str(c.laddr) for c in psutil.Process(process.pid).net_connections("unix")]
+            bound = [str(c.laddr) for c in psutil.Process(process.inner).net_connections("unix")]
             found = [Path(path).parent for path in bound if path.startswith(f"{SHM}/raydist-")]
         time.sleep(0.2)  # a rank creates it; each look at the connections takes milliseconds
     return found[0]

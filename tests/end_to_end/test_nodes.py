@@ -11,18 +11,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from raydist.run.log import read_steps
+from tests import forked
 from tests.end_to_end.sweeps import Sweeps, until
 from tests.exact import exact
 from tests.hosts import WATCHFUL, Cluster, Host, Hosts, Process
 
-BIN = Path(sys.executable).parent
 HOLD = 9
 """The forward pass in which ranks wait for the test: of step 5 on two workers, with the checkpoint of step 3 committed."""
 
@@ -64,12 +63,12 @@ class Run:
         self, project: Any, cluster: Cluster, name: str, *arguments: str, on: int = 0, hold: int = HOLD
     ) -> None:
         self.project, self.cluster, self.name = project, cluster, name
-        command = [str(BIN / "raydist"), "train", "job.yaml", "--name", name, "--json", "--address", cluster.address]
+        command = ["raydist", "train", "job.yaml", "--name", name, "--json", "--address", cluster.address]
         sets = ["--set", "cluster.cpus_per_worker=1", "--set", "recovery.step_timeout=120", *arguments]
         self.process = cluster.hosts[on].popen(
-            [*command, *project.options(name, hold=hold), *sets],
+            forked.command(*command, *project.options(name, hold=hold), *sets),
             cwd=project.root,
-            env=project.environment() | cluster.environment,
+            env=project.environment() | cluster.environment | forked.environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -289,8 +288,8 @@ def sweep(project: Any, cluster: Cluster) -> Iterator[Callable[[str], Process]]:
 
     def start(name: str) -> Process:
         sets = ["--set", "cluster.cpus_per_worker=1", "--set", "recovery.step_timeout=120"]
-        command = [str(BIN / "raydist"), "sweep", f"{name}.yaml", "--json", "--address", cluster.address, *sets]
-        env = project.environment() | cluster.environment
+        command = forked.command("raydist", "sweep", f"{name}.yaml", "--json", "--address", cluster.address, *sets)
+        env = project.environment() | cluster.environment | forked.environment()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         made.append(cluster.hosts[0].popen(command, cwd=project.root, env=env, **pipes))
         return made[-1]

@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from raydist.ipc import mailbox
 from tests import needs
 from tests.end_to_end.test_memory import until_copied
@@ -32,8 +30,7 @@ def test_a_live_run_and_another_user_of_the_host(project: Any) -> None:
         *project.options("held", [], hold=11),
     )
     copies = until_copied(process)
-    driver = psutil.Process(process.pid)
-    rows, what = opened([driver, *driver.children(recursive=True)])
+    rows, what = opened(process.processes())
     assert unexpected(rows) == []
     assert ("rank", "node") in rows
     assert ("driver", f"{copies}/bell") in rows
@@ -42,7 +39,7 @@ def test_a_live_run_and_another_user_of_the_host(project: Any) -> None:
     run = project.runs / "held"
     board = mailbox.folder(str(run))
     journals = [
-        p for p in Path("/dev/shm").glob("raydist-*-journal-*") if f'"pid": {process.pid},' in p.read_text()[:500]
+        p for p in Path("/dev/shm").glob("raydist-*-journal-*") if f'"pid": {process.inner},' in p.read_text()[:500]
     ]
     modes = {path: path.stat().st_mode & 0o777 for path in (session, copies, board, run, *journals)}
     assert journals

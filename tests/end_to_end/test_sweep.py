@@ -10,8 +10,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +24,7 @@ from raydist.records import Event
 from raydist.run.sweep_state import fold
 from raydist.spec.sweep import load_sweep
 from raydist.spec.sweep.cells import cell_id
+from tests import forked
 from tests.end_to_end.conftest import Project
 from tests.end_to_end.sweeps import Sweeps, until
 from tests.processes import command_line
@@ -134,8 +133,8 @@ def test_killed_and_started_again(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatc
     run = sweeps.folder("again").run(second)
     until(process, lambda: run.committed() == [4])
     assert processes() == 2
-    children = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, signal.SIGKILL)
+    children = process.processes()
+    os.kill(process.inner, signal.SIGKILL)
     psutil.wait_procs(children, timeout=120)
     process.communicate(timeout=300)
     before = tree(sweeps, "again", first)
@@ -159,7 +158,7 @@ def test_killed_and_started_again(sweeps: Sweeps, monkeypatch: pytest.MonkeyPatc
 
     def one_sampler() -> bool:
         """Whether that of the second try has exited."""
-        children = psutil.Process(again.pid).children(recursive=True)
+        children = again.processes()
         samplers[:] = [child for child in children if "ray::Sampler" in command_line(child)]
         return len(samplers) == 1
 
@@ -232,17 +231,6 @@ def test_an_interrupt_and_a_limit(sweeps: Sweeps) -> None:
         assert (ended[-1].data["status"], ended[-1].data["cause"]) == ("paused", f"limits.hours is {limit:g}")
 
 
-DRIVER = """
-from raydist.cli.main import main
-from raydist.cluster.run.restart_loop import RestartLoop
-
-job = RestartLoop._job
-RestartLoop._job = lambda self, *about: {**job(self, *about), "gpus": 0.0}
-main()
-"""
-"""`raydist` whose ranks get no GPU."""
-
-
 def test_a_limit_of_gpu_hours(sweeps: Sweeps) -> None:
     """On a Ray that assumes two GPUs: at the limit the cell that holds one makes a checkpoint and ends, the other does not start;
     hours and their cost are in the results. With a higher limit the same command continues, and so does the count."""
@@ -250,9 +238,9 @@ def test_a_limit_of_gpu_hours(sweeps: Sweeps) -> None:
     def run(limit: float) -> dict[str, Any]:
         limits = {"gpu_hours": limit, "cost_per_gpu_hour": 2.5}
         file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "limits": limits}))
-        command = [sys.executable, "-c", DRIVER, "sweep", file.name, "--json"]
+        command = ["tests.end_to_end.without_gpus", "sweep", file.name, "--json"]
         env = sweeps.project.environment() | {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": 2})}
-        done = subprocess.run(command, cwd=file.parent, env=env, capture_output=True, text=True, timeout=240)
+        done = forked.run(command, env, cwd=file.parent)
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 

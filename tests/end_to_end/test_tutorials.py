@@ -4,7 +4,7 @@ On a page of docs/tutorials, `<!-- run -->` stands before a block of commands th
 text of a file. Blocks without a mark need a cluster or more time; tests/contracts/test_documented_commands.py checks their
 options.
 
-Over a minute: four tutorials, each with a cold start of the command.
+Over a minute: four tutorials, in each of which a command starts a Ray of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "docs/tutorials"
@@ -44,7 +46,8 @@ def test_a_tutorial_runs(tmp_path: Path, name: str) -> None:
     """The page's marked commands exit with 0, in an empty folder, with the files that the page shows."""
     kept = ("LANG", "TMPDIR")
     environment = {k: v for k, v in os.environ.items() if k in kept}
-    environment |= {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "HOME": str(tmp_path), "COLUMNS": "120"}
+    environment |= {"HOME": str(tmp_path), "COLUMNS": "120"}
+    environment |= forked.shell(tmp_path / "bin", f"{sys.prefix}/bin:{os.environ['PATH']}")
     text = script((TUTORIALS / f"{name}.md").read_text(encoding="utf-8"))
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True

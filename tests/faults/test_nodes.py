@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raydist.faults import Drain, KillNode
-from tests.end_to_end.test_hosts import RAYDIST
+from tests import forked
 from tests.exact import exact
 from tests.faults.conftest import LONG, STEPS, write
 from tests.hosts import WATCHFUL, Cluster, Host, Hosts
@@ -40,8 +40,9 @@ def test_a_killed_node_and_a_drained_one(project: Any, cluster: Cluster, undistu
     head, other = cluster.hosts
     faults = write(project, "node-faults", [KillNode(rank=1, step=5), Drain(rank=1, step=STEPS - 1)])
     first = cluster.node_ids()[other.name]
-    command = [RAYDIST, "train", "job.yaml", "--name", "node-faults", "--address", cluster.address, *LONG, *faults]
-    with head.popen(command, cwd=project.root, env=project.environment() | cluster.environment) as run:
+    command = ["raydist", "train", "job.yaml", "--name", "node-faults", "--address", cluster.address, *LONG, *faults]
+    env = project.environment() | cluster.environment | forked.environment()
+    with head.popen(forked.command(*command), cwd=project.root, env=env) as run:
         try:
             cluster.wait_until(lambda: not cluster.nodes()[first][1], timeout=240)
             deadline = time.monotonic() + 240

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from raydist.faults import KillProcess
+from tests import forked
 from tests.faults.conftest import GPT, write
 from tests.processes import command_line, runs
 
@@ -38,7 +38,7 @@ class Trained:
     def __init__(self, project: Any, name: str, *options: str) -> None:
         self.project, self.name = project, name
         job = [*GPT, "--set", "train.steps=1000000", "--set", "checkpoint.every=20", "--set", "eval.every=1000000"]
-        self.process: subprocess.Popen[str] = project.start("train", "job.yaml", "--name", name, *job, *options)
+        self.process: forked.Program = project.start("train", "job.yaml", "--name", name, *job, *options)
         self.below: set[psutil.Process] = set()
         self.central: dict[str, int] = {}
         self.until(self._has_started)
@@ -54,7 +54,7 @@ class Trained:
     def look(self) -> None:
         """Notes the processes that run below the driver."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            self.below.update(psutil.Process(self.process.pid).children(recursive=True))
+            self.below.update(self.process.processes())
 
     def until_saved(self) -> None:
         """Waits for a checkpoint."""
@@ -70,7 +70,7 @@ class Trained:
     def pid(self, name: str) -> int:
         """Of a central process."""
         mark = PROCESSES[name]
-        return next(p.pid for p in psutil.Process(self.process.pid).children(recursive=True) if mark in command_line(p))
+        return next(p.pid for p in self.process.processes() if mark in command_line(p))
 
     def step(self) -> int:
         """The newest committed checkpoint."""
