@@ -10,7 +10,7 @@ import pytest
 from raydist.dashboard.cache import EVERY_S, REST, SHARE, Live, Shelf
 from raydist.dashboard.document import parts
 from raydist.errors import StorageError
-from raydist.report.html.svg import tag
+from raydist.report.html.elements import tag
 
 
 class Clock:

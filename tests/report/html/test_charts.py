@@ -14,7 +14,7 @@ import pytest
 
 from raydist.report.html import axes, bars, colours, heatmap, lines
 from raydist.report.html.lines import Mark, Series
-from raydist.report.html.svg import Markup, number, tag
+from raydist.report.html.elements import Markup, number, tag
 
 
 def parsed(figure: Markup) -> ElementTree.Element:
