@@ -105,8 +105,8 @@
     if (shown.length) shown[0].markLine = marks(chart, look, wide, "end");
     const names = [...new Set(chart.series.map((made) => made.name).filter(Boolean))];
     const legend = {
-      type: "scroll", show: names.length > 1, data: names, top: 0, left: 0, right: 0, itemWidth: 16, itemHeight: 8, icon: "roundRect",
-      textStyle: text(look), inactiveColor: look.line, pageTextStyle: text(look), pageIconColor: look.quiet,
+      type: "scroll", show: names.length > 1, data: names, top: 0, left: 0, right: 0, itemWidth: 16, itemHeight: 8, icon: "roundRect", padding: [3, 0],
+      textStyle: {...text(look), lineHeight: 18, width: Math.max(wide / 2, 120), overflow: "truncate"}, inactiveColor: look.line, pageTextStyle: text(look), pageIconColor: look.quiet,
     };
     const top = (names.length > 1 ? 26 : 0) + (chart.marks.length ? 22 : 8);
     const tell = (parameters) => {
@@ -148,7 +148,8 @@
     return place(a) - place(b);
   };
 
-  const heat = ({chart}, look, wide) => {
+  const heat = ({chart, plot}, look, wide) => {
+    const every = Math.ceil(15 * chart.rows.length / Math.max(parseFloat(plot.style.height) - 106, 15)) - 1;  // 15 pixels a label
     const [low, high] = chart.limits, form = forms[chart.form], made = base(look);
     const named = new Map(chart.named.map(([i, j, words]) => [`${i} ${j}`, words])), data = [];
     chart.values.forEach((row, i) => row.forEach((value, j) => {
@@ -172,14 +173,17 @@
       },
       xAxis: [
         axis(look, {type: "category", data: chart.columns, splitLine: {show: false}, position: "bottom", name: whole ? "" : chart.x.name,
-                    nameLocation: "middle", nameGap: 26, axisLabel: {show: !whole, width: 90, overflow: "truncate"}}),
+                    nameLocation: "middle", nameGap: 26, axisLabel: {
+                      show: !whole, interval: chart.columns.length > 12 ? "auto" : 0, overflow: "truncate",
+                      width: Math.max(wide / chart.columns.length - 8, 30),
+                    }}),
         {...across(chart.x, look), ...(whole ? {} : {show: false}), position: "bottom", offset: 0},
       ],
       yAxis: axis(look, {type: "category", data: chart.rows, inverse: true, splitLine: {show: false}, name: chart.y, nameLocation: "start",
-                         nameGap: 6, axisLabel: {width: 150, overflow: "truncate"}}),
+                         nameGap: 6, axisLabel: {interval: every, width: 150, overflow: "truncate"}}),
       visualMap: {
         type: "continuous", min: low, max: high > low ? high : low + 1, dimension: 2, seriesIndex: 0, calculable: true, orient: "horizontal",
-        left: 0, bottom: 0, itemWidth: 10, itemHeight: Math.min(200, wide / 2), formatter: form, inRange: {color: look[chart.scale]},
+        left: 0, bottom: 0, itemWidth: 10, itemHeight: Math.min(200, wide / 2), formatter: (v) => form(Number(v.toPrecision(5))), inRange: {color: look[chart.scale]},
         textStyle: text(look), precision: 6, handleStyle: {borderColor: look.quiet, color: look.sheet},
       },
       series: [
@@ -324,7 +328,7 @@
       const made = document.createElement("button");
       made.type = "button";
       made.textContent = label;
-      made.setAttribute("aria-label", `${words} ${name}`);
+      made.setAttribute("aria-label", words);
       made.title = words;
       made.addEventListener("click", () => press(made));
       tools.append(made);
@@ -334,18 +338,18 @@
     one.told = document.createElement("span");
     one.told.className = "told";
     one.told.setAttribute("role", "status");
-    one.reset = button("all", "show all of", () => together(one, null));
+    one.reset = button("all", `all of ${name}`, () => together(one, null));
     one.reset.hidden = true;
     const kind = JSON.parse(source(figure));
     if (kind.kind === "lines") {
       one.log = kind.log;
-      button("log", "logarithmic axis of", (made) => {
+      button("log", `log axis of ${name}`, (made) => {
         one.log = !one.log;
         made.setAttribute("aria-pressed", one.log);
         show(one);
       }).setAttribute("aria-pressed", one.log);
     }
-    button("PNG", "save as PNG", () => save(one, name));
+    button("PNG", `save ${name} as PNG`, () => save(one, name));
     tools.append(one.told);
     figure.prepend(tools);
     charts.set(figure, one);
@@ -353,7 +357,7 @@
     drawing.on("datazoom", () => zoomed(one));
     drawing.on("legendselectchanged", ({selected}) => { one.selected = selected; });
     drawing.getZr().on("dblclick", () => { if (kind.x) together(one, null); });
-    if (kind.x && matchMedia("(pointer: fine)").matches) {
+    if (kind.x && !matchMedia("(pointer: coarse)").matches) {  // fingers scroll the page
       drawing.dispatchAction({type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true});
     }
     plot.tabIndex = 0;

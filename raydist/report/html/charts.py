@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from raydist.redact import redact
 from raydist.report.html.elements import Markup, tag
 
 COLUMNS = 1000
@@ -265,8 +266,9 @@ def _spoken(value: float, form: Form) -> str:
 
 
 def _figure(title: str, unit: str, height: int, data: dict[str, Any], words: str, look: str = "chart") -> Markup:
-    # In a script element nothing but its end tag, or a comment, is markup.
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    # Secrets are removed before the characters that could be markup are hidden.
+    text = json.dumps(redact(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = text.replace("&", "\\u0026").replace("<", "\\u003c")
     plot = tag(
         "div", tag("p", words), class_="plot", role="img", aria_label=f"{title}: {words}", style=f"height:{height}px"
     )
