@@ -146,8 +146,14 @@ class Server:
         since = request.query.get("since")
         if since is not None:
             return await self._stream(request, live, request.headers.get("Last-Event-ID", since))
-        found = live.fresh or await self._thread(live.get)
-        return _html(document(found.value, f"{self._made}-{found.value.version}", path))
+        shown = await self._newest(live)
+        return _html(document(shown, f"{self._made}-{shown.version}", path))
+
+    async def _newest(self, live: Live[Parts]) -> Parts:
+        found = live.fresh
+        if found is None:
+            found = await self._thread(live.get)
+        return found.value
 
     async def _stream(self, request: web.Request, live: Live[Parts], since: str) -> web.StreamResponse:
         """Server-sent events, each with the parts that are newer than what the browser has. Nothing is queued: a slow reader
@@ -161,7 +167,7 @@ class Server:
         try:
             await answer.prepare(request)
             while not self._closing.is_set():
-                shown = (live.fresh or await self._thread(live.get)).value
+                shown = await self._newest(live)
                 message = b":\n\n"
                 if shown.version != known:
                     message = f"id: {self._made}-{shown.version}\ndata: ".encode() + shown.news(known) + b"\n\n"
@@ -243,7 +249,8 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     if until is not None:
         asyncio.get_running_loop().add_reader(until, stop.set)
-    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0)
+    # A stream whose browser has gone ends at once.
+    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     try:
         await web.SockSite(runner, listening).start()

@@ -94,7 +94,7 @@
         return !dots && alone(j) ? {value: at, symbol: "circle", symbolSize: 4} : at;
       });
       return {
-        name: made.name, type: dots ? "scatter" : "line", data, color: colour, symbol: dots ? "circle" : "none", symbolSize: 6,
+        name: made.name, type: dots ? "scatter" : "line", data, color: colour, symbol: dots ? "circle" : "none", symbolSize: 6, itemStyle: {opacity: 1},
         lineStyle: {color: colour, width: faint ? 1 : 1.6, opacity: faint ? (behind ? 0.3 : 0.55) : 1}, silent: behind,
         emphasis: {disabled: true}, z: behind ? 1 : 2,
         label: {...text(look), color: look.ink, position: "top", textBorderColor: look.sheet, textBorderWidth: 3},
@@ -321,7 +321,8 @@
   const draw = (figure) => {
     const plot = figure.querySelector(".plot"), name = figure.dataset.name;
     plot.replaceChildren();
-    const drawing = echarts.init(plot, null, {devicePixelRatio: Math.max(devicePixelRatio, 2)});
+    const kind = JSON.parse(source(figure)), sharp = kind.kind === "heat" ? devicePixelRatio : Math.max(devicePixelRatio, 2);  // on paper
+    const drawing = echarts.init(plot, null, {devicePixelRatio: sharp});
     const one = {figure, plot, drawing, wide: plot.clientWidth, zoom: null, selected: {}, log: false};
     const tools = document.createElement("div");
     const button = (label, words, press) => {
@@ -340,7 +341,6 @@
     one.told.setAttribute("role", "status");
     one.reset = button("all", `all of ${name}`, () => together(one, null));
     one.reset.hidden = true;
-    const kind = JSON.parse(source(figure));
     if (kind.kind === "lines") {
       one.log = kind.log;
       button("log", `log axis of ${name}`, (made) => {

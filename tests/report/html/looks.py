@@ -1,13 +1,17 @@
-"""Checks that the charts of a page are visible and readable, by what the library has drawn."""
+"""The charts of an open page: whether they are visible and readable, by what the library has drawn; pointing and dragging."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tests.report.html.chromium import Chromium
 
-DRAWN = "document.documentElement.dataset.ready === 'yes'"
+DRAWN = "document.documentElement?.dataset.ready === 'yes'"
 """Whether all charts of the page are drawn."""
+CHART = "[...raydist.charts.values()].find((one) => one.figure.dataset.name === {})"
+LOSS = CHART.format('"Loss"')
+"""A chart by its name, as JSON; and the first one of a run."""
 _ASKED = """
 (() => {
     const brush = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
@@ -55,3 +59,31 @@ def check(browser: Chromium, *, lines: int) -> list[Any]:
     assert [one for one in found["lines"] if one[0] < 3.0] == []
     assert (found["cut"], found["small"]) == ([], [])
     return list(found["lines"])
+
+
+def place(browser: Chromium, name: str, x: float, y: float) -> list[float]:
+    """The screen position of a point of a chart, which is scrolled into view. `x`: in the unit of its axis; `y`: pixels below the
+    top."""
+    script = f"""(() => {{
+        const {{plot, drawing, chart}} = {CHART.format(json.dumps(name))};
+        plot.scrollIntoView({{block: "center"}});
+        const box = plot.getBoundingClientRect(), axis = {{xAxisIndex: chart.kind === "heat" ? 1 : 0}};
+        return [box.left + drawing.convertToPixel(axis, {x} * (chart.x.kind === "time" ? 1000 : 1)), box.top + {y}];
+    }})()"""
+    return list(browser.value(script))
+
+
+def drag(browser: Chromium, start: list[float], end: list[float]) -> None:
+    """With the left button of the mouse."""
+    for kind, (x, y), buttons in (("mousePressed", start, 1), ("mouseMoved", end, 1), ("mouseReleased", end, 0)):
+        button = "none" if kind == "mouseMoved" else "left"
+        browser.page("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=buttons, clickCount=1)
+
+
+def zooms(browser: Chromium) -> dict[str, Any]:
+    """The steps that each curve shows; None for all."""
+    return dict(
+        browser.value(
+            "Object.fromEntries([...raydist.charts.values()].map((one) => [one.figure.dataset.name, one.zoom]))"
+        )
+    )

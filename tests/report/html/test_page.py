@@ -19,6 +19,7 @@ from tests.dashboard import accessibility
 from tests.report import story
 from tests.report.html import looks
 from tests.report.html.chromium import Chromium
+from tests.report.html.looks import CHART, LOSS, drag, place, zooms
 from tests.report.story import GIB
 
 NAME = "<img src=x onerror=owned=1>"
@@ -46,38 +47,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def texts(browser: Chromium, selector: str) -> list[str]:
     """The visible text of each element."""
     return list(browser.value(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.innerText)"))
-
-
-CHART = "[...raydist.charts.values()].find((one) => one.figure.dataset.name === {})"
-LOSS = CHART.format('"Loss"')
-
-
-def place(browser: Chromium, name: str, x: float, y: float) -> list[float]:
-    """The screen position of a point of a chart, which is scrolled into view. `x`: in the unit of its axis; `y`: pixels below the
-    top."""
-    script = f"""(() => {{
-        const {{plot, drawing, chart}} = {CHART.format(json.dumps(name))};
-        plot.scrollIntoView({{block: "center"}});
-        const box = plot.getBoundingClientRect(), axis = {{xAxisIndex: chart.kind === "heat" ? 1 : 0}};
-        return [box.left + drawing.convertToPixel(axis, {x} * (chart.x.kind === "time" ? 1000 : 1)), box.top + {y}];
-    }})()"""
-    return list(browser.value(script))
-
-
-def drag(browser: Chromium, start: list[float], end: list[float]) -> None:
-    """With the left button of the mouse."""
-    for kind, (x, y), buttons in (("mousePressed", start, 1), ("mouseMoved", end, 1), ("mouseReleased", end, 0)):
-        button = "none" if kind == "mouseMoved" else "left"
-        browser.page("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=buttons, clickCount=1)
-
-
-def zooms(browser: Chromium) -> dict[str, Any]:
-    """The steps that each curve shows; None for all."""
-    return dict(
-        browser.value(
-            "Object.fromEntries([...raydist.charts.values()].map((one) => [one.figure.dataset.name, one.zoom]))"
-        )
-    )
 
 
 def test_the_page_is_whole_and_asks_for_nothing(browser: Chromium, written: Path) -> None:
