@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(run)
-
-
 def run(
     script: Annotated[Path, typer.Argument(help="A Python script with a session of raydist.own.", show_default=False)],
     arguments: options.Arguments = None,

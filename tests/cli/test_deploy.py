@@ -13,10 +13,10 @@ import yaml
 from typer.testing import CliRunner
 
 from raydist.cli.main import app
-from raydist.deploy.kuberay_api import RayJob
 from raydist.deploy.nodes import Nodes
 from raydist.errors import UserError
 from raydist.spec import JobSpec, load, parse
+from tests.kuberay import RayJob
 from tests.slurm import directives
 
 JOB = {"name": "my_Job.1", "data": {"path": "s3://bucket/data"}, "train": {"steps": 1, "global_batch": 64}}

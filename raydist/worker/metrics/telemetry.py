@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -73,9 +72,7 @@ class Telemetry(StepHook):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
