@@ -25,7 +25,7 @@
   };
   const exact = (v) => small(v) ? v.toExponential() : v.toLocaleString("en", {maximumFractionDigits: 10});
   const forms = {
-    number: exact, whole: exact, clock, percent: (v) => `${(100 * v).toFixed(0)}%`, power: (v) => `${(2 ** v).toFixed(2)} ×`,
+    number: exact, whole: exact, clock, percent: (v) => `${(100 * v).toFixed(0)}%`, power: (v) => `${(2 ** v).toFixed(2)} \u00d7`,
     mib: (v) => v < 1024 ? `${v.toFixed(1)} MiB` : `${(v / 1024).toFixed(1)} GiB`,
   };
   const ticks = {...forms, number: (v) => small(v) ? v.toExponential() : compact.format(v), whole: (v) => compact.format(v)};
@@ -104,9 +104,10 @@
     const shown = [...chart.behind.map((made, i) => series(made, i, true)), ...chart.series.map((made, i) => series(made, i, false))];
     if (shown.length) shown[0].markLine = marks(chart, look, wide, "end");
     const names = [...new Set(chart.series.map((made) => made.name).filter(Boolean))];
+    const long = names.some((name) => name.length > 30) ? {width: Math.max(wide / 2, 120), overflow: "truncate"} : {};
     const legend = {
       type: "scroll", show: names.length > 1, data: names, top: 0, left: 0, right: 0, itemWidth: 16, itemHeight: 8, icon: "roundRect", padding: [3, 0],
-      textStyle: {...text(look), lineHeight: 18, width: Math.max(wide / 2, 120), overflow: "truncate"}, inactiveColor: look.line, pageTextStyle: text(look), pageIconColor: look.quiet,
+      textStyle: {...text(look), lineHeight: 18, ...long}, inactiveColor: look.line, pageTextStyle: text(look), pageIconColor: look.quiet,
     };
     const top = (names.length > 1 ? 26 : 0) + (chart.marks.length ? 22 : 8);
     const tell = (parameters) => {

@@ -53,6 +53,7 @@ def test_the_library_is_the_one_that_the_record_names() -> None:
     for script in (page.library(), page.script()):
         assert "</script" not in script.lower()
         assert "<!--" not in script
+        assert script.isascii(), "its hash does not depend on the encoding of a notebook"
 
 
 def test_text_is_escaped() -> None:

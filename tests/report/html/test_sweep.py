@@ -111,7 +111,8 @@ def test_lines_are_seen_and_labels_are_whole(
     drawn = looks.check(browser, lines=12)
     rows = [width for _, name, width in drawn if name.endswith(" by all parameters")]
     assert rows == [1.4] * (len(told["points"]) - 1) + [4]
-    accessibility.check(browser)
+    if width == 1400:
+        accessibility.check(browser)
     assert browser.value("document.documentElement.scrollWidth") <= width
 
 
