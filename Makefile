@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: install quickstart tools test test-whole test-image fuzz soak lint format docs site bench clean
+.PHONY: install quickstart tools test test-whole test-image fuzz soak lint format docs site bench echarts clean
 
 install: $(VENV)/.run
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -73,6 +73,13 @@ docs: $(VENV)/.run
 # build/site/index.html; a warning, a broken link or a missing anchor is an error. Needs no network once .[docs] is installed.
 site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+
+# Builds the charts' library again, of the versions that are named here: needs npm. Its hash is in docs/adr/0022-live-pages.md.
+VENDOR := $(CURDIR)/raydist/report/html/vendor
+echarts:
+	folder=$$(mktemp -d) && cd $$folder && npm install --silent --no-audit --no-fund echarts@6.1.0 esbuild@0.28.2 && \
+	cp $(VENDOR)/entry.js . && ./node_modules/.bin/esbuild entry.js --bundle --minify --format=iife --global-name=echarts \
+	  --target=es2022 --legal-comments=inline --log-level=warning --outfile=$(VENDOR)/echarts.min.js && rm -rf $$folder
 
 bench: $(VENV)/.run
 	$(BIN)/python benchmarks/loader.py

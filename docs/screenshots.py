@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 sys.path.append(str(Path(__file__).parents[1]))
+from tests.report.html import looks
 from tests.report.html.chromium import Chromium
 
 IMAGES = Path(__file__).parent / "images"
@@ -119,7 +120,8 @@ def dashboard(browser: Chromium, home: Path) -> None:
 
 
 def photograph(browser: Chromium, image: Path) -> None:
-    """The top of the open page."""
+    """The top of the open page, with its charts."""
+    browser.until(looks.DRAWN)
     image.write_bytes(base64.b64decode(browser.page("Page.captureScreenshot")["data"]))
 
 

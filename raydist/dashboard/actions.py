@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from raydist.checkpoint.on_request import save_now
 from raydist.errors import RaydistError, UsageError
+from raydist.report.html.elements import Markup, tag
 from raydist.report.html.page import section
-from raydist.report.html.svg import Markup, tag
 from raydist.report.tracing import record
 from raydist.run.directory import RunDir
 from raydist.run.lease import ask_stop, newest_driver

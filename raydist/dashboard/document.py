@@ -5,15 +5,17 @@ Runs anywhere. Pure.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from raydist.dashboard.cache import VERSIONS
 from raydist.redact import redact
-from raydist.report.html.page import missing
-from raydist.report.html.style import CSS, SCRIPT
-from raydist.report.html.svg import Markup, join, tag
+from raydist.report.html.elements import Markup, join, tag
+from raydist.report.html.page import NO_SCRIPT, library, missing, script
+from raydist.report.html.style import CSS
 
 LOOK = (
     CSS
@@ -27,20 +29,20 @@ input,select,button{font:inherit;font-size:14px;color:var(--ink);background:var(
 border-radius:5px;padding:4px 8px;max-width:100%}
 input[type=number]{width:104px}button{cursor:pointer;padding:4px 14px}
 .actions button{margin-right:10px}
-button.save{float:right;font-size:12px;padding:0 7px;color:var(--quiet);border-color:var(--line)}
-@media print{button.save{display:none}}
-:focus-visible{outline:2px solid var(--s0);outline-offset:2px}
 .skip{position:absolute;left:-9999px}.skip:focus{left:8px;top:8px;background:var(--sheet);padding:6px 10px;z-index:10}
-td .status{margin-left:0}tr[hidden]{display:none}svg .zoom{fill:var(--s0);opacity:.25;pointer-events:none}
+td .status{margin-left:0}tr[hidden]{display:none}
 pre.log{max-height:360px;white-space:pre-wrap;overflow-wrap:anywhere}
 ul.findings{padding-left:18px;margin:0}ul.findings li{margin-bottom:10px}ul.findings p{margin:0}
 @media (max-width:640px){nav{padding:10px 10px 0}}
 """
 )
 """The style sheet: that of the reports, and what only a live page has."""
-CHART_SCRIPT = SCRIPT
 LIVE_SCRIPT = Path(__file__).with_name("live.js").read_text(encoding="utf-8")
-PICTURE_SCRIPT = Path(__file__).with_name("picture.js").read_text(encoding="utf-8")
+LIBRARY = f"/echarts-{hashlib.sha256(library().encode()).hexdigest()[:16]}.js"
+"""The address of Apache ECharts: a browser keeps it, and asks for it again only when it is another one."""
+SCRIPTS = {LIBRARY: library(), "/chart.js": script(), "/live.js": LIVE_SCRIPT}
+"""Of each page, in this order."""
+_KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Parts:
     since: Mapping[str, int]
     version: int
     ended: bool = False
+    _told: dict[int, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def after(self, older: Parts | None) -> Parts:
         """With the versions of those parts of `older` that have not changed."""
@@ -65,6 +68,20 @@ class Parts:
     def changed(self, version: int) -> dict[str, str]:
         """The parts that are newer than that version."""
         return {name: text for name, text in self.parts.items() if self.since[name] > version}
+
+    def news(self, version: int) -> bytes:
+        """JSON of what is newer than that version; made once for all browsers that have it."""
+        if version not in self._told:
+            told = {
+                "title": f"{self.title} - raydist",
+                "ended": self.ended,
+                "parts": self.changed(version),
+                "order": [*self.parts],
+            }
+            if len(self._told) >= _KEPT:
+                self._told.clear()
+            self._told[version] = json.dumps(told).encode()
+        return self._told[version]
 
 
 def parts(title: str, made: Mapping[str, Markup], ended: bool = False) -> Parts:
@@ -94,7 +111,14 @@ def document(shown: Parts, version: str, path: Sequence[tuple[str, str]]) -> byt
             _STATE,
             aria_label="path",
         ),
-        tag("main", join([Markup(part) for part in shown.parts.values()]), id="parts", data_version=version),
+        tag(
+            "main",
+            NO_SCRIPT,
+            join([Markup(part) for part in shown.parts.values()]),
+            id="parts",
+            data_version=version,
+            data_ended=shown.ended,
+        ),
     )
 
 
@@ -117,10 +141,7 @@ def _document(title: str, *body: Markup, head: Markup | None = None) -> bytes:
         tag("link", rel="icon", href="data:,"),
         tag("link", rel="stylesheet", href="/look.css"),
         tag("title", f"{title} - raydist"),
-        tag("script", src="/chart.js", defer=True),
-        tag("script", src="/picture.js", defer=True),
-        tag("script", src="/live.js", defer=True),
+        [tag("script", src=path, defer=True) for path in SCRIPTS],
     )
     skip = tag("a", "skip to the content", href="#parts", class_="skip")
-    tip = tag("div", id="tip", hidden=True, role="status")
-    return f"<!doctype html>\n{tag('html', top, tag('body', skip, *body, tip), lang='en')}\n".encode()
+    return f"<!doctype html>\n{tag('html', top, tag('body', skip, *body), lang='en')}\n".encode()

@@ -15,9 +15,9 @@ from raydist.dashboard.document import Parts, parts
 from raydist.errors import StorageError
 from raydist.parsing import LINE_BYTES, parse_json
 from raydist.report import summary, text
+from raydist.report.html.elements import Child, Markup, tag
 from raydist.report.html.page import missing, section, table
 from raydist.report.html.run import status
-from raydist.report.html.svg import Child, Markup, tag
 from raydist.run.directory import EVENTS, SPEC, RunDir
 from raydist.run.lease import newest_driver
 from raydist.run.status import read_state

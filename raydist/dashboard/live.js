@@ -1,23 +1,24 @@
-// Keeps a page of the dashboard up to date: asks for the parts that have changed, and replaces them.
+// Keeps a page of the dashboard up to date: the server sends the parts that have changed, and they are replaced; charts stay, and get
+// the newer data.
 // What it inserts was escaped by the server; scripts in it would not run, by the page's Content-Security-Policy.
 "use strict";
 (() => {
   const main = document.querySelector("main[data-version]");
   if (!main) return;
-  const state = document.getElementById("live"), tip = document.getElementById("tip");
-  let version = main.dataset.version, wait = 2000;
+  const state = document.getElementById("live");
+  let version = main.dataset.version, ended = "ended" in main.dataset;
   const say = (words) => {
     if (state.textContent !== words) state.textContent = words;  // a screen reader tells each change
   };
 
   const stops = "a, summary, input, select, button, [tabindex]";
-  const drawn = (fresh) => fresh.dispatchEvent(new CustomEvent("raydist:drawn", {bubbles: true}));
   const replace = (old, fresh) => {
     const open = [...old.querySelectorAll("details")].map((one) => one.open);
     const moved = [...old.querySelectorAll(".wide, pre")].map((one) => [one.scrollLeft, one.scrollTop]);
     const at = [...old.querySelectorAll(stops)].indexOf(document.activeElement);
+    raydist.keep(old, fresh);
     old.replaceWith(fresh);
-    drawn(fresh);  // before the focus is counted: charts get their buttons
+    raydist.all(fresh);
     fresh.querySelectorAll("details").forEach((one, i) => { one.open = open[i] || false; });
     fresh.querySelectorAll(".wide, pre").forEach((one, i) => {
       if (moved[i]) [one.scrollLeft, one.scrollTop] = moved[i];
@@ -33,7 +34,7 @@
         replace(old, fresh);
       } else {
         main.append(fresh);
-        drawn(fresh);
+        raydist.all(fresh);
       }
     }
     for (const one of [...main.children]) if (!answer.order.includes(one.id)) one.remove();
@@ -41,76 +42,63 @@
       const one = document.getElementById(id);
       if (main.children[i] !== one) main.insertBefore(one, main.children[i]);
     });
-    version = main.dataset.version = answer.version;
     document.title = answer.title;
     filter();
   };
 
-  // While values are shown under the pointer, or text is selected, nothing moves.
-  const busy = () => document.hidden || drag || !tip.hidden || !getSelection().isCollapsed;
-  const ask = async () => {
-    if (busy()) return;
+  // While text is selected, nothing moves.
+  let waiting = null;
+  const settle = () => {
+    if (!waiting || !getSelection().isCollapsed) return;
+    draw(waiting);
+    waiting = null;
+  };
+  document.addEventListener("selectionchange", settle);
+
+  // One stream for a tab that is seen, none for a hidden one. The browser itself connects again, with the last version it got.
+  let source = null;
+  const stop = () => {
+    source?.close();
+    source = null;
+  };
+  const well = () => say(ended ? "" : "live");
+  const refused = async () => {
+    const {status} = await fetch(location.href, {method: "HEAD", cache: "no-store"}).catch(() => ({status: 0}));
+    const why = {401: "This address has expired: open the one that raydist dashboard prints.", 404: "This is no longer in the storage."};
+    say(why[status] || "The dashboard does not answer; trying again.");
+    setTimeout(follow, 10000);
+  };
+  const follow = () => {
+    if (document.hidden) return stop();
+    if (source) return;
     const address = new URL(location.href);
     address.searchParams.set("since", version);
-    const answer = await fetch(address, {headers: {Accept: "application/json"}, cache: "no-store"});
-    if (answer.status === 401) return say("This address has expired: open the one that raydist dashboard prints.");
-    if (answer.status === 404) return say("This is no longer in the storage.");
-    if (!answer.ok) throw new Error(answer.status);
-    const told = await answer.json();
-    wait = told.again_s * 1000;
-    if (told.version !== version) draw(told);
-    say(told.ended ? "" : "live");
+    source = new EventSource(address);
+    source.onopen = well;
+    source.onmessage = (event) => {
+      const told = JSON.parse(event.data);
+      version = main.dataset.version = event.lastEventId;
+      ended = told.ended;
+      waiting = {...told, parts: {...waiting?.parts, ...told.parts}};
+      settle();
+      well();
+    };
+    source.onerror = () => {
+      if (source.readyState !== EventSource.CLOSED) return say("The dashboard does not answer; trying again.");
+      stop();
+      refused();
+    };
   };
-  const turn = async () => {
-    try {
-      await ask();
-    } catch {
-      wait = Math.min(wait * 2, 30000);
-      say("The dashboard does not answer; trying again.");
-    }
-    setTimeout(turn, wait);
-  };
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) ask().catch(() => {}); });
+  document.addEventListener("visibilitychange", follow);
 
-  // Dragging over a chart of steps chooses these steps, as the fields of the form do.
-  let drag = null;
-  const place = (event) => {
-    const {svg, chart} = drag, [left, , right] = chart.box, [low, high] = chart.ends;
-    const x = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse()).x;
-    const share = Math.min(Math.max((x - left) / (right - left), 0), 1);
-    return {x: left + share * (right - left), step: Math.round(low + share * (high - low))};
-  };
-  const drop = () => {
-    drag?.mark.remove();
-    drag = null;
-  };
-  main.addEventListener("pointerdown", (event) => {
-    const svg = event.target.closest("svg[data-lines]");
-    if (!svg || event.pointerType !== "mouse" || event.button !== 0 || !document.getElementById("view")) return;
-    const chart = JSON.parse(svg.dataset.lines);
-    if (chart.of !== "step") return;
-    event.preventDefault();  // no text is selected
-    const mark = document.createElementNS("http://www.w3.org/2000/svg", "path");
-    mark.setAttribute("class", "zoom");
-    svg.append(mark);
-    drag = {svg, chart, mark};
-    drag.from = place(event);
+  // The steps that are seen are those of the form, which shows them in full detail, at an address that can be sent to others.
+  document.addEventListener("raydist:zoom", ({detail: {name, range}}) => {
+    const form = document.getElementById("view");
+    if (name !== "step" || !form) return;
+    const {first, last} = form.elements;
+    first.value = range ? Math.max(Math.floor(range[0]), 1) : first.defaultValue;
+    last.value = range ? Math.max(Math.ceil(range[1]), 1) : last.defaultValue;
   });
-  document.addEventListener("pointermove", (event) => {
-    if (!drag) return;
-    const [, top, , bottom] = drag.chart.box;
-    drag.mark.setAttribute("d", `M${drag.from.x} ${top}H${place(event).x}V${bottom}H${drag.from.x}z`);
-  });
-  document.addEventListener("pointerup", (event) => {
-    if (!drag) return;
-    const from = drag.from, to = place(event), form = document.getElementById("view");
-    drop();
-    if (Math.abs(to.x - from.x) < 8) return;
-    form.elements.first.value = Math.max(Math.min(from.step, to.step), 1);
-    form.elements.last.value = Math.max(from.step, to.step, 1);
-    form.submit();
-  });
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape") drop(); });
 
   // Actions, where the server allows them: asked twice, and sent with this page's Origin.
   main.addEventListener("click", async (event) => {
@@ -147,5 +135,5 @@
   if (words) words.value = new URL(location.href).searchParams.get("q") || "";
   words?.form.addEventListener("submit", (event) => event.preventDefault());
   filter();
-  setTimeout(turn, wait);
+  follow();
 })();

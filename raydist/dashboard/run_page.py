@@ -21,8 +21,8 @@ from raydist.printable import printable
 from raydist.report import doctor, run_metrics, text, watch
 from raydist.report.html import run as pages
 from raydist.report.html.curves import View
+from raydist.report.html.elements import Markup, tag
 from raydist.report.html.page import folded, lines, missing, section, table
-from raydist.report.html.svg import Markup, tag
 from raydist.report.run_metrics import Report
 from raydist.run.directory import RunDir
 from raydist.run.log import last_attempt

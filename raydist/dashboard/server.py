@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -24,22 +25,20 @@ from aiohttp import web
 from raydist.dashboard import actions, views
 from raydist.dashboard.access import HEADERS, PARAMETER, Door
 from raydist.dashboard.cache import EVERY_S, Live
-from raydist.dashboard.document import CHART_SCRIPT, LIVE_SCRIPT, LOOK, PICTURE_SCRIPT, Parts, document, plain
+from raydist.dashboard.document import LIBRARY, LOOK, SCRIPTS, Parts, document, plain
 from raydist.dashboard.site import Place, Site
 from raydist.errors import RaydistError, UsageError
 from raydist.redact import redact
 from raydist.storage import Storage
 
 THREADS = 4
-ENDED_S = 30.0
-"""A browser asks for a run that has ended after this time: it may be resumed."""
+BEAT_S = 15.0
+"""A stream says at least this often that it is there; a run that has ended, which may be resumed, is looked at this often."""
+STREAMS = 400
+"""Number of browsers' tabs that are followed; one more is refused, and tries again."""
+SLOW_S = 60.0
+"""A reader that takes nothing for this long is given up."""
 _CSV_ROWS = 1 << 14
-_FILES = {
-    "/look.css": ("text/css", LOOK),
-    "/chart.js": ("text/javascript", CHART_SCRIPT),
-    "/picture.js": ("text/javascript", PICTURE_SCRIPT),
-    "/live.js": ("text/javascript", LIVE_SCRIPT),
-}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
@@ -51,6 +50,7 @@ class Server:
         self._site, self._door = Site(homes, door.acts), door
         self._made = secrets.token_hex(4)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="dashboard")
+        self._closing, self._streams = asyncio.Event(), 0
 
     def app(self) -> web.Application:
         """Its routes; each request passes `_answer` first."""
@@ -59,8 +59,12 @@ class Server:
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             answer = await self._answer(request, handler)
             if not answer.prepared:
-                answer.headers.update(HEADERS)
+                for name, value in HEADERS.items():
+                    answer.headers.setdefault(name, value)
             return answer
+
+        async def closing(_: web.Application) -> None:
+            self._closing.set()
 
         app = web.Application(middlewares=[guard])
         app.router.add_get("/", self._list)
@@ -70,8 +74,10 @@ class Server:
         if self._door.acts:
             app.router.add_post("/run/{storage:\\d+}/{name}/{action}", self._act)
             app.router.add_post("/cell/{storage:\\d+}/{sweep}/{name}/{action}", self._act)
-        for path, (kind, text) in _FILES.items():
-            app.router.add_get(path, _file(kind, text))
+        app.router.add_get("/look.css", _file("text/css", LOOK))
+        for path, text in SCRIPTS.items():
+            app.router.add_get(path, _file("text/javascript", text, kept=path == LIBRARY))
+        app.on_shutdown.append(closing)
         return app
 
     def close(self) -> None:
@@ -136,22 +142,48 @@ class Server:
         return self._site.cell(storage, asked["sweep"], asked["name"]), [_TOP, (asked["sweep"], sweep)]
 
     async def _show(self, request: web.Request, live: Live[Parts], path: list[tuple[str, str]]) -> web.StreamResponse:
-        """The page; or, with `since` in the query, the parts that have changed since that version."""
+        """The page; or, with `since` in the query, what changes after that version, as long as the browser listens."""
+        since = request.query.get("since")
+        if since is not None:
+            return await self._stream(request, live, request.headers.get("Last-Event-ID", since))
+        shown = await self._newest(live)
+        return _html(document(shown, f"{self._made}-{shown.version}", path))
+
+    async def _newest(self, live: Live[Parts]) -> Parts:
         found = live.fresh
         if found is None:
             found = await self._thread(live.get)
-        shown = found.value
-        version = f"{self._made}-{shown.version}"
-        since = request.query.get("since")
-        if since is None:
-            return _html(document(shown, version, path))
+        return found.value
+
+    async def _stream(self, request: web.Request, live: Live[Parts], since: str) -> web.StreamResponse:
+        """Server-sent events, each with the parts that are newer than what the browser has. Nothing is queued: a slow reader
+        gets the newest version when it has read the previous one."""
+        if self._streams >= STREAMS:
+            raise web.HTTPServiceUnavailable
         made, _, number = since.partition("-")
         known = int(number) if made == self._made and number.isascii() and number.isdigit() and len(number) < 12 else 0
-        wait = max(live.due_in, ENDED_S if shown.ended else EVERY_S)
-        told: dict[str, Any] = {"version": version, "again_s": round(wait, 1), "ended": shown.ended}
-        if version != since:
-            told |= {"title": f"{shown.title} - raydist", "parts": shown.changed(known), "order": [*shown.parts]}
-        return web.json_response(told)
+        answer = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+        self._streams += 1
+        try:
+            await answer.prepare(request)
+            while not self._closing.is_set():
+                shown = await self._newest(live)
+                message = b":\n\n"
+                if shown.version != known:
+                    message = f"id: {self._made}-{shown.version}\ndata: ".encode() + shown.news(known) + b"\n\n"
+                async with asyncio.timeout(SLOW_S):
+                    await answer.write(message)
+                known = shown.version
+                wait = BEAT_S if shown.ended else min(max(live.due_in, EVERY_S), BEAT_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait):
+                        await self._closing.wait()
+        except (ConnectionError, TimeoutError):  # it is gone, or does not read
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            self._streams -= 1
+        return answer
 
     async def _csv(self, request: web.Request, place: Place) -> web.StreamResponse:
         """One row per step; a slow reader holds one piece in memory."""
@@ -181,9 +213,12 @@ def _html(body: bytes, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="text/html", charset="utf-8")
 
 
-def _file(kind: str, text: str) -> Handler:
+def _file(kind: str, text: str, kept: bool = False) -> Handler:
     async def answer(request: web.Request) -> web.StreamResponse:
-        return web.Response(text=text, content_type=kind, charset="utf-8")
+        found = web.Response(text=text, content_type=kind, charset="utf-8")
+        if kept:
+            found.headers["Cache-Control"] = "private, max-age=31536000, immutable"
+        return found
 
     return answer
 
@@ -214,7 +249,8 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     if until is not None:
         asyncio.get_running_loop().add_reader(until, stop.set)
-    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0)
+    # A stream whose browser has gone ends at once.
+    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     try:
         await web.SockSite(runner, listening).start()

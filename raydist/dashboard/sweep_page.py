@@ -13,8 +13,8 @@ from urllib.parse import quote
 from raydist.dashboard.document import Parts, parts
 from raydist.report import text
 from raydist.report.html import sweep as pages
+from raydist.report.html.elements import Child, Markup, tag
 from raydist.report.html.page import section, table
-from raydist.report.html.svg import Child, Markup, tag
 from raydist.report.sweep import remaining
 from raydist.report.sweep.curves import curves
 from raydist.report.sweep.results import tell

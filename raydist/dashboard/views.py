@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 from raydist.errors import UsageError
 from raydist.parsing import quoted
-from raydist.report.html.svg import Markup, tag
+from raydist.report.html.elements import Markup, tag
 
 MOST_BESIDE = 5
 """Number of other runs in the curves: as many as there are colours left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from raydist.dashboard.cache import EVERY_S, REST, SHARE, Live, Shelf
 from raydist.dashboard.document import parts
 from raydist.errors import StorageError
-from raydist.report.html.svg import tag
+from raydist.report.html.elements import tag
 
 
 class Clock:
@@ -128,3 +129,6 @@ def test_only_parts_that_changed_are_sent() -> None:
     assert [*second.changed(first.version)] == ["b", "c"]
     assert [*second.changed(0)] == ["a", "b", "c"]
     assert second.changed(second.version) == {}
+    told = json.loads(second.news(first.version))
+    assert (told["title"], [*told["parts"]], told["order"]) == ("x - raydist", ["b", "c"], ["a", "b", "c"])
+    assert second.news(first.version) is second.news(first.version), "made once for all readers"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image  # of tensorboard
 
+from raydist.dashboard.document import LIBRARY
 from raydist.run import requests
 from raydist.run.directory import RunDir
 from raydist.run.log_writer import RunLog
@@ -22,6 +23,7 @@ from tests.dashboard.conftest import EVIL, Dashboard, acting, running
 from tests.report import story
 from tests.report.html import looks
 from tests.report.html.chromium import Chromium
+from tests.report.html.looks import LOSS, drag, place, zooms
 
 RUN = [
     "Findings", "Training", "Where the time went", "Ranks", "Communication", "Incidents", "Attempts", "Checkpoints", "Output",
@@ -60,7 +62,7 @@ def test_a_page_is_whole_and_accessible(
     """All sections; no message on the console, no request to another place, nothing wider than a phone, no violation of axe's
     rules; drawings are readable."""
     browser.open(dashboard.address + path, width=width, dark=dark)
-    assert browser.value("document.documentElement.dataset.ready") == "yes"
+    browser.until(looks.DRAWN)
     assert texts(browser, "h2")[-len(heads or [""]) :] == (heads or [str(dashboard.home)])
     assert browser.complaints == []
     assert {
@@ -133,6 +135,10 @@ def test_a_running_run_is_followed(dashboard: Dashboard, browser: Chromium) -> N
         document.querySelector("#ranks details").open = true;
         document.querySelector("#ranks details summary").focus();
     })()""")
+    drag(browser, place(browser, "Loss", 20, 120), place(browser, "Loss", 60, 120))
+    browser.point(*place(browser, "Loss", 30, 120))
+    assert texts(browser, ".tip div")[0] == "step 30"
+    shown = zooms(browser)["Loss"]
     log = RunLog(run)
     log.attempt(2, 90)
     log.steps(story.steps(91, 120, 2))
@@ -144,11 +150,10 @@ def test_a_running_run_is_followed(dashboard: Dashboard, browser: Chromium) -> N
     assert browser.value("document.querySelector('#ranks details').open")
     assert texts(browser, "#live") == ["live"]
     assert browser.complaints == []
-    browser.value("document.querySelector('#training svg').scrollIntoView({block: 'center'})")
-    box = browser.value("(() => { const a = document.querySelector('#training svg').getBoundingClientRect(); "
-                        "return [a.left + a.width / 2, a.top + a.height / 2]; })()")  # fmt: skip
-    browser.point(*box)
-    assert texts(browser, "#tip div")[0].startswith("step "), "a chart that was replaced shows its values, too"
+    assert zooms(browser)["Loss"] == shown, "newer data does not move the view"
+    assert browser.value(f"{LOSS}.chart.x.ends") == [1, 120]
+    assert texts(browser, ".tip div")[0] == "step 30"
+    assert browser.value("[...raydist.charts.keys()].every((one) => one.isConnected)")
 
 
 def test_a_button_asks_first_and_says_what_came_of_it(browser: Chromium, tmp_path: Path) -> None:
@@ -196,46 +201,43 @@ def test_a_run_whose_driver_was_killed_is_lost(dashboard: Dashboard, browser: Ch
     browser.until("document.querySelector('h1').innerText === 'killedlost'")
 
 
-def test_dragging_over_a_chart_shows_these_steps(dashboard: Dashboard, browser: Chromium) -> None:
-    """As the fields do: the steps stand in the address, and all curves have only them. A link leads back to all steps."""
+def test_dragging_over_a_chart_chooses_the_steps_of_the_form(dashboard: Dashboard, browser: Chromium) -> None:
+    """They stand in its fields; Show puts them in the address, and all curves have only them. A link leads back to all steps."""
     browser.open(f"{dashboard.address}/run/0/base?y=log")
-    browser.value("document.querySelector('#training svg').scrollIntoView({block: 'center'})")
-    places = browser.value("""(() => {
-        const svg = document.querySelector("#training svg"), matrix = svg.getScreenCTM();
-        const [left, top, right, bottom] = JSON.parse(svg.dataset.lines).box;
-        return [50, 100].map((step) => left + (right - left) * (step - 1) / 199)
-            .map((x) => new DOMPoint(x, (top + bottom) / 2).matrixTransform(matrix)).map((at) => [at.x, at.y]);
-    })()""")
-    (x, y), (to, _) = places
-    for kind, at, buttons in (("mousePressed", x, 1), ("mouseMoved", to, 1), ("mouseReleased", to, 0)):
-        button = "none" if kind == "mouseMoved" else "left"
-        browser.page("Input.dispatchMouseEvent", type=kind, x=at, y=y, button=button, buttons=buttons, clickCount=1)
-    browser.until("location.search.includes('last=') && document.readyState === 'complete'")
+    browser.until(looks.DRAWN)
+    drag(browser, place(browser, "Loss", 50, 120), place(browser, "Loss", 100, 120))
+    assert zooms(browser)["Throughput"] is not None
+    browser.value("document.querySelector('#view button').click()")
+    browser.until(f"location.search.includes('last=') && {looks.DRAWN}")
     first, last, scale = browser.value(
         "['first', 'last', 'y'].map((name) => new URL(location.href).searchParams.get(name))"
     )
     assert (abs(int(first) - 50) <= 1, abs(int(last) - 100) <= 1, scale) == (True, True, "log")
-    ends = browser.value(
-        "[...document.querySelectorAll('#training svg')].map((one) => JSON.parse(one.dataset.lines).ends)"
-    )
+    ends = browser.value("[...raydist.charts.values()].map((one) => one.chart.x.ends)")
     assert ends[:4] == [[int(first), int(last)]] * 4
     browser.open(browser.value("document.querySelector('#view a').href"))
-    assert browser.value("JSON.parse(document.querySelector('#training svg').dataset.lines).ends") == [1, 200]
+    browser.until(looks.DRAWN)
+    assert browser.value(f"{LOSS}.chart.x.ends") == [1, 200]
     assert browser.value("new URL(location.href).searchParams.get('y')") == "log"
+    drag(browser, place(browser, "Loss", 50, 120), place(browser, "Loss", 100, 120))
+    browser.value(f"{LOSS}.reset.click()")
+    assert browser.value("document.getElementById('view').elements.first.value") == ""
 
 
 def test_a_chart_is_saved_as_a_picture(dashboard: Dashboard, browser: Chromium, tmp_path: Path) -> None:
-    """A line chart with another run's curve, and a heat map: the downloaded PNG is twice the drawing's size, and has the colours of
-    the page in what was drawn, in the title and in the legend. Only the page and its files are requested."""
+    """A line chart with another run's curve, and a heat map: the downloaded PNG is twice the chart's size, with its title above,
+    and has the colours of the page. Only the page and its files are requested."""
     browser.open(f"{dashboard.address}/run/0/base?with={quote(EVIL)}")
+    browser.until(looks.DRAWN)
     browser.ask("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path), eventsEnabled=False)
-    for name, file, colour in (
-        ("Loss", "base-Loss.png", ".legend > :last-child .swatch"),
-        ("Memory", "base-Memory.png", None),
+    palette = "getComputedStyle(document.documentElement).getPropertyValue('--{}').trim().split(' ').map((one) => one.slice(1))"
+    for name, file, wanted in (
+        ("Loss", "base-Loss.png", browser.value(palette.format("series"))[:3]),
+        ("Memory", "base-Memory.png", browser.value(palette.format("even"))[-1:]),
     ):
         button = f"document.querySelector('button[aria-label=\"save {name} as PNG\"]')"
         wide, high = browser.value(
-            f"(() => {{ const box = {button}.parentNode.querySelector('svg').viewBox.baseVal; return [box.width, box.height]; }})()"
+            f"(({{plot}}) => [plot.clientWidth, plot.clientHeight])(raydist.charts.get({button}.closest('figure')))"
         )
         browser.value(f"{button}.click()")
         until = time.monotonic() + 240
@@ -244,23 +246,12 @@ def test_a_chart_is_saved_as_a_picture(dashboard: Dashboard, browser: Chromium, 
             time.sleep(0.05)
         with Image.open(tmp_path / file) as picture:
             shown = picture.convert("RGB")
-        assert shown.width == round(wide * 2) + 48
-        assert shown.height > high * 2 + 48
-        top = shown.height - 24 - round(high * 2)
-        body, head = shown.crop((0, top, *shown.size)), shown.crop((0, 0, shown.width, top))
+        assert shown.size == (wide * 2, high * 2 + 64)
         assert shown.getpixel((2, 2)) == (255, 255, 255)
-        assert len(colours(head)) > 3, "title"
-        if colour is None:
-            cells = browser.value(
-                f"[...{button}.parentNode.querySelectorAll('.cells path')].map((one) => getComputedStyle(one).fill)"
-            )
-            assert {rgb(one) for one in cells} <= colours(body)
-        else:
-            own = rgb(browser.value(f"getComputedStyle({button}.parentNode.querySelector('{colour}')).borderTopColor"))
-            assert own in colours(head)
-            assert own in colours(body)
+        assert len(colours(shown.crop((0, 0, shown.width, 64)))) > 3, "title"
+        assert {tuple(bytes.fromhex(one)) for one in wanted} <= colours(shown.crop((0, 64, *shown.size)))
     assert {one.partition("?")[0] for one in browser.asked if one[:5] not in ("data:", "blob:")} == {
-        *(f"{dashboard.address}{path}" for path in ("/run/0/base", "/look.css", "/chart.js", "/picture.js", "/live.js"))
+        *(f"{dashboard.address}{path}" for path in ("/run/0/base", "/look.css", "/chart.js", LIBRARY, "/live.js"))
     }
     assert browser.complaints == []
 
@@ -268,11 +259,6 @@ def test_a_chart_is_saved_as_a_picture(dashboard: Dashboard, browser: Chromium, 
 def colours(picture: Image.Image) -> set[tuple[int, ...]]:
     """All colours in it."""
     return {(int(r), int(g), int(b)) for r, g, b in np.unique(np.asarray(picture).reshape(-1, 3), axis=0)}
-
-
-def rgb(colour: str) -> tuple[int, ...]:
-    """Of `rgb(1, 2, 3)`."""
-    return tuple(int(one) for one in colour.removeprefix("rgb(").rstrip(")").split(","))
 
 
 def test_the_list_is_searched_and_links_to_its_pages(dashboard: Dashboard, browser: Chromium) -> None:

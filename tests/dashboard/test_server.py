@@ -3,25 +3,56 @@
 from __future__ import annotations
 
 import csv
+import http.client
 import io
 import json
 import re
 import socket
 import subprocess
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
 
 from raydist.cli import main as cli
 from raydist.dashboard.announced import link
+from raydist.dashboard.document import LIBRARY
+from raydist.dashboard.server import STREAMS
 from raydist.run import requests
 from raydist.run.directory import RunDir
 from tests.dashboard.conftest import EVIL, Dashboard, acting
 
-PAGES = ("/", "/run/0/base", "/sweep/0/tuned", "/look.css", "/chart.js", "/picture.js", "/live.js")
+PAGES = ("/", "/run/0/base", "/sweep/0/tuned", "/look.css", LIBRARY, "/chart.js", "/live.js")
+
+
+@contextmanager
+def followed(dashboard: Dashboard, path: str, **headers: str) -> Iterator[Iterator[tuple[str, dict[str, Any] | None]]]:
+    """What the stream of that page says: its kind and, of an event, its id and data; of a sign of life, "" and None."""
+    place = urlsplit(dashboard.url)
+    connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=300)
+    while True:
+        connection.request("GET", path, headers={"Cookie": dashboard.cookie, **headers})
+        answer = connection.getresponse()
+        if answer.status != 503:
+            break
+        answer.read()  # the streams of the test before are being closed
+    assert (answer.status, answer.getheader("Content-Type")) == (200, "text/event-stream")
+
+    def messages() -> Iterator[tuple[str, dict[str, Any] | None]]:
+        while line := answer.readline().decode():
+            if line == ":\n":
+                yield "", None
+            elif line.startswith("id: "):
+                yield line[4:-1], json.loads(answer.readline().decode().removeprefix("data: "))
+
+    try:
+        yield messages()
+    finally:
+        connection.close()
 
 
 def test_every_page_needs_the_token(dashboard: Dashboard) -> None:
@@ -57,10 +88,18 @@ def test_every_answer_forbids_scripts_frames_and_caches(dashboard: Dashboard) ->
         rules = dict(rule.split(" ", 1) for rule in headers["Content-Security-Policy"].split("; "))
         assert (rules["default-src"], rules["script-src"], rules["style-src"]) == ("'none'", "'self'", "'self'")
         assert rules["frame-ancestors"] == "'none'"
-        assert (headers["Cache-Control"], headers["X-Content-Type-Options"]) == ("no-store", "nosniff")
+        kept = path == LIBRARY and cookie
+        assert headers["Cache-Control"] == ("private, max-age=31536000, immutable" if kept else "no-store")
+        assert headers["X-Content-Type-Options"] == "nosniff"
         assert headers["Referrer-Policy"] == "no-referrer"
         if "html" in headers["Content-Type"]:
-            assert re.findall(r"<script(?! src=\"/\w+\.js\" defer></script>)|<style| on\w+=\"", body) == []
+            assert (
+                re.findall(
+                    r"<script(?! src=\"/[\w-]+\.js\" defer></script>| type=\"application/json\">)|<style| on\w+=\"",
+                    body,
+                )
+                == []
+            )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +135,9 @@ def test_text_of_runs_is_text(dashboard: Dashboard) -> None:
         assert status == 200
         assert "<img" not in body
         assert "&lt;img src=x onerror=owned=1&gt;" in body
-    told = json.loads(dashboard.ask(f"{path}?since=x")[2])
+    with followed(dashboard, f"{path}?since=x") as messages:
+        _, told = next(messages)
+    assert told is not None
     assert "<img" not in "".join(told["parts"].values())
     assert "&lt;script&gt;owned=1&lt;/script&gt;\nred\n" in told["parts"]["logs"]
 
@@ -114,16 +155,21 @@ def test_output_of_earlier_attempts(dashboard: Dashboard) -> None:
 
 
 def test_only_changed_parts_are_sent(dashboard: Dashboard) -> None:
-    """Nothing for the present version; everything for one of another process, or for none."""
-    while not json.loads(dashboard.ask("/run/0/base?since=x")[2])["ended"]:
-        time.sleep(0.1)  # the doctor examines it; the test's own limit is that of pytest
-    _, _, page = dashboard.ask("/run/0/base")
-    version = re.findall(r'data-version="([^"]+)"', page)[0]
-    same = json.loads(dashboard.ask(f"/run/0/base?since={version}")[2])
-    assert (same["version"], "parts" in same, same["ended"]) == (version, False, True)
+    """A stream with the present version says only that it is there; one with that of another process, or none, sends everything.
+    After a reconnect, the browser's own version counts."""
+    with followed(dashboard, "/run/0/base?since=x") as messages:
+        while True:  # the doctor examines it; the test's own limit is that of pytest
+            version, told = next(messages)
+            if told is not None and told["ended"]:
+                break
+    for since, headers in [(version, {}), ("x", {"Last-Event-ID": version})]:
+        with followed(dashboard, f"/run/0/base?since={since}", **headers) as messages:
+            assert next(messages) == ("", None)
     for other in ("", "0", "other-1", f"{version}x", "é"):
-        told = json.loads(dashboard.ask(f"/run/0/base?since={quote(other)}")[2])
-        assert [*told["parts"]] == told["order"]
+        with followed(dashboard, f"/run/0/base?since={quote(other)}") as messages:
+            again, told = next(messages)
+        assert told is not None
+        assert (again, [*told["parts"]]) == (version, told["order"])
         assert told["order"][0] == "head"
 
 
@@ -138,15 +184,26 @@ def test_the_steps_as_csv(dashboard: Dashboard) -> None:
 
 
 def test_silent_and_slow_clients_do_not_keep_others_waiting(dashboard: Dashboard) -> None:
-    """With 500 open connections, of which some have sent half a request and some do not read their answer, a page is served."""
+    """With 500 open connections, of which some have sent half a request, and some do not read their answer or their stream, a page
+    is served. One more stream than STREAMS is refused."""
     place = urlsplit(dashboard.url)
     address = str(place.hostname), int(place.port or 0)
-    whole = f"GET /run/0/base HTTP/1.1\r\nHost: {place.netloc}\r\nCookie: {dashboard.cookie}\r\n\r\n".encode()
+    head = f" HTTP/1.1\r\nHost: {place.netloc}\r\nCookie: {dashboard.cookie}\r\n\r\n"
+    whole, stream = (f"GET /run/0/base{query}{head}".encode() for query in ("", "?since=x"))
+
+    def connected(sent: bytes) -> socket.socket:
+        client = stack.enter_context(socket.create_connection(address, timeout=300))
+        client.sendall(sent)
+        return client
+
     with ExitStack() as stack:
-        for number in range(500):
-            client = stack.enter_context(socket.create_connection(address, timeout=300))
-            client.sendall((b"", b"GET / HT", whole)[number % 3])
+        for number in range(500 - STREAMS):
+            connected((b"", b"GET / HT", whole)[number % 3])
+        for _ in range(STREAMS):
+            connected(stream)
         assert dashboard.ask("/run/0/base")[0] == 200
+        while connected(stream).recv(12) != b"HTTP/1.1 503":
+            pass  # the server has not begun all of them yet
 
 
 def test_other_commands_find_the_dashboard_of_a_storage(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +251,9 @@ def test_a_bad_request_of_the_command_is_one_error(dashboard: Dashboard, capsys:
 
 def test_actions_only_where_they_are_allowed_and_only_from_its_own_pages(tmp_path: Path) -> None:
     """Each is a request in the run's folder that says who asks; twice at once is refused, as is all that is no running run. Without
-    this page's Origin, as from a form or another site, and without the cookie nothing is asked."""
-    with acting(tmp_path) as (served, run, lease):
+    this page's Origin, as from a form or another site, and without the cookie nothing is asked. The server stops although a page
+    follows."""
+    with ExitStack() as stack, acting(tmp_path) as (served, run, lease):
         own = {"Origin": served.address, "Sec_Fetch_Site": "same-origin"}
         page = served.ask("/run/0/live")[2]
         assert re.findall(r'data-act="(\w+)"', page) == ["checkpoint", "trace", "stop"]
@@ -225,3 +283,5 @@ def test_actions_only_where_they_are_allowed_and_only_from_its_own_pages(tmp_pat
         while (who := lease.asked_to_stop()) is None:
             time.sleep(0.05)
         assert ", on the dashboard, process" in who
+        messages = stack.enter_context(followed(served, "/run/0/live?since=x"))
+        assert next(messages)[1] is not None

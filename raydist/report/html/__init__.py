@@ -1,10 +1,9 @@
-"""HTML pages in one file: style, script and drawings are included, and nothing is loaded from elsewhere.
+"""HTML pages in one file: style, scripts and data are included, and nothing is loaded from elsewhere.
 
-    page.py     the page: sections, cards, tables          style.py    its style and its script
-    svg.py      elements, with every text escaped          axes.py     scales, ticks, number formats
-    lines.py    line charts                                colours.py  colours of series and scales
-    heatmap.py  heat maps                                  bars.py     a whole and its parts
-    parallel.py parallel coordinates
+    page.py     the page: sections, cards, tables          style.py    its style
+    elements.py elements, with every text escaped          bars.py     a whole and its parts
+    charts.py   figures: data of lines, heat maps and      chart.js    draws them, with the library in vendor/
+                parallel coordinates, and the same in words
 
 These modules are independent of runs. The page of a run is in run.py, curves.py and ranks.py, that of a sweep in sweep.py and
 reach.py.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raydist.report.html.svg import Markup, tag
+from raydist.report.html.elements import Markup, tag
 
 _WORD = 0.055
 """Smallest share of the bar with room for its own figure."""

@@ -13,16 +13,18 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raydist.report.html import lines
-from raydist.report.html.lines import Mark, Series
+from raydist.report.html import charts as draw
+from raydist.report.html.charts import Across, Mark, Series
+from raydist.report.html.elements import Markup, tag
 from raydist.report.html.page import missing
-from raydist.report.html.svg import Markup, tag
 from raydist.report.run_metrics import Report
 
 POINTS = 150
 """Approximate number of points of a curve of means."""
-
-
+_HELP = (
+    "Drag over a curve to zoom into all of them, double-click for all steps; a click on a name hides its line. Keys: arrows, + and "
+    "-, page up and down, Esc, and 1 to 9 for the lines."
+)
 Array = NDArray[np.float64]
 
 
@@ -40,7 +42,7 @@ class View:
 
     def log(self, values: Array) -> bool:
         """Whether the y axis of these values is logarithmic."""
-        return lines.wants_log(values) if self.scale == "auto" else self.scale == "log"
+        return draw.wants_log(values) if self.scale == "auto" else self.scale == "log"
 
     def columns(self, steps: pa.Table) -> dict[str, Array]:
         """The columns that are drawn, of the steps in view."""
@@ -67,9 +69,15 @@ def charts(report: Report, view: View | None = None) -> Markup | list[Markup]:
     evals = Series("eval", np.array([*held_out], dtype=float), np.array([*held_out.values()]), "dots")
     over = "over steps; a vertical line where an attempt begins or fails"
 
+    every = [at, *others.values()]
+    ends = (
+        min(one["step"][0] for one in every if len(one["step"])),
+        max(one["step"][-1] for one in every if len(one["step"])),
+    )
+
     def curve(title: str, series: list[Series], unit: str = "", log: bool = False) -> Markup:
         about = f"{title.lower()} {over}"
-        return lines.chart(title, series, unit=unit, about=about, log=log, marks=marks, x_name="step")
+        return draw.lines(title, series, Across("step", ends=ends), unit=unit, about=about, log=log, marks=marks)
 
     def beside(column: str) -> list[Series]:
         return [Series(other, own["step"], _smoothed(own[column], view.smooth)) for other, own in others.items()]
@@ -92,14 +100,18 @@ def charts(report: Report, view: View | None = None) -> Markup | list[Markup]:
     if (known := np.isfinite(imbalance)).any():
         about = "fullest expert over the mean, worst layer"
         drawn.append(curve("Imbalance of experts", [Series("", x[known], imbalance[known])], about))
-    thinned = len(x) > lines.COLUMNS
+    thinned = len(x) > 4 * draw.COLUMNS
     words = (
         "For steps that were trained twice, the last time counts. "
-        + ("If steps share a pixel, the line goes through their minimum and maximum. " if thinned else "")
+        + (
+            f"Each line goes through the minimum and the maximum of {draw.COLUMNS:,} parts of these steps. "
+            if thinned
+            else ""
+        )
         + ("A gap in a line is a step whose value is not finite. " if np.isnan(at["loss"]).any() else "")
         + ("Red lines: an attempt failed there. " if any(mark.kind == "bad" for mark in marks) else "")
     )
-    return [tag("p", words), tag("div", drawn, class_="charts")]
+    return [tag("p", words + _HELP), tag("div", drawn, class_="charts")]
 
 
 def _losses(at: Mapping[str, Array], name: str, view: View) -> list[Series]:
@@ -124,7 +136,7 @@ def _pace(at: Mapping[str, Array], name: str, smooth: int = 1) -> Series:
 
 def _norms(at: Mapping[str, Array], name: str, view: View) -> list[Series]:
     x, norm = at["step"], at["grad_norm"]
-    if len(x) <= lines.COLUMNS and view.smooth == 1:
+    if len(x) <= 4 * POINTS and view.smooth == 1:
         return [Series(name, x, norm)]
     finite = np.isfinite(norm)
     mean = f"{name}, mean" if name else "mean"

@@ -6,35 +6,60 @@ Runs anywhere. Pure.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
-from raydist.report.html.style import CSS, SCRIPT
-from raydist.report.html.svg import Child, Markup, join, tag
+from raydist.redact import redact
+from raydist.report.html.elements import Child, Markup, join, tag
+from raydist.report.html.style import CSS
 
-_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-_RULES = (
-    f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_HASH}'; "
-    "base-uri 'none'; form-action 'none'"
+HERE = Path(__file__).parent
+NO_SCRIPT = tag(
+    "noscript", tag("p", "The charts need JavaScript; without it, each is described in words.", class_="missing")
 )
-"""Content-Security-Policy: nothing is loaded, and only this script runs."""
+
+
+@functools.cache
+def library() -> str:
+    """Apache ECharts, in a build of what charts need."""
+    return (HERE / "vendor" / "echarts.min.js").read_text(encoding="utf-8")
+
+
+@functools.cache
+def script() -> str:
+    """The script that draws charts."""
+    return (HERE / "chart.js").read_text(encoding="utf-8")
 
 
 def page(title: str, *body: Child) -> bytes:
-    """A whole document."""
+    """A whole document, in UTF-8. Secrets are removed."""
+    scripts = [Markup(one) for one in (library(), script())]
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_RULES),
+        tag("meta", http_equiv="Content-Security-Policy", content=_rules()),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("link", rel="icon", href="data:,"),
-        tag("title", title),
+        tag("title", redact(title)),
         tag("style", Markup(CSS)),
     )
-    tip = tag("div", id="tip", hidden=True, role="status")
-    content = tag("body", tag("main", body), tip, tag("script", Markup(SCRIPT)))
-    return f"<!doctype html>\n{tag('html', head, content, lang='en')}\n".encode()
+    content = Markup(redact(str(tag("main", NO_SCRIPT, body))))
+    whole = tag("html", head, tag("body", content, [tag("script", one) for one in scripts]), lang="en")
+    return f"<!doctype html>\n{whole}\n".encode()
+
+
+@functools.cache
+def _rules() -> str:
+    """Content-Security-Policy: nothing is loaded, and only these scripts run."""
+    hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in (library(), script())]
+    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}; base-uri 'none'; "
+        "form-action 'none'"
+    )
 
 
 def section(title: str, *body: Child, id: str | None = None) -> Markup:

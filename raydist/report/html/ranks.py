@@ -11,10 +11,10 @@ import numpy as np
 
 from raydist.report import text
 from raydist.report.heatmap_data import Grid
-from raydist.report.html import axes, heatmap
-from raydist.report.html.lines import Mark
+from raydist.report.html import charts
+from raydist.report.html.charts import Across, Form, Mark
+from raydist.report.html.elements import Markup, tag
 from raydist.report.html.page import missing, table
-from raydist.report.html.svg import Markup, tag
 from raydist.report.run_metrics import Report
 
 _MEMORY = {
@@ -45,6 +45,7 @@ _NARROW = 0.75
 _SPREAD = math.log2(2.0)
 """Ends of the scale of slowness: half and twice the median."""
 _LISTED = 64
+_MIB = float(1 << 20)
 
 
 def memory(report: Report) -> Markup | list[Markup | None]:
@@ -56,6 +57,7 @@ def memory(report: Report) -> Markup | list[Markup | None]:
             or "No reading of a rank contains its memory: its process runs in another container than the agent."
         )
     column, grid = report.memory[0], report.memory[1].grouped()
+    grid = Grid(grid.edges, grid.values / _MIB, grid.rows, grid.group)
     low, high = float(np.nanmin(grid.values)), float(np.nanmax(grid.values))
     low = min(low, _NARROW * high)
     chart = _over_time(
@@ -64,7 +66,7 @@ def memory(report: Report) -> Markup | list[Markup | None]:
         grid,
         _MEMORY[column],
         (low, high),
-        text.size,
+        "mib",
         "memory of each rank over time; the table below has its minimum, median and maximum",
     )
     words = f"Each cell shows the maximum of its readings.{_shared(grid)} Empty cells have no reading."
@@ -92,24 +94,14 @@ def slowness(report: Report) -> Markup | list[Markup | None]:
         values = np.log2(grid.values)
     values[~np.isfinite(values)] = np.nan
     last = float(grid.edges[-1])
-    chart = heatmap.chart(
+    ends = zip(grid.edges[:-1], grid.edges[1:], strict=True)
+    columns = [f"steps {int(a) + 1:,} to {max(int(b), int(a) + 1):,}" for a, b in ends]
+    chart = charts.heat(
         "Slowness",
-        values,
+        charts.Grid(values, grid.rows, columns, (-_SPREAD, _SPREAD), "power", "middle"),
+        Across("step", ends=(0.0, last)),
         unit="rank by step: compute time relative to the median rank",
-        scale="middle",
-        limits=(-_SPREAD, _SPREAD),
-        edges=(0.0, last),
-        x_ticks=axes.whole_ticks(0.0, last),
-        x_form=axes.short,
-        x_name="step",
-        rows=grid.rows,
         y_name="rank",
-        columns=[
-            f"steps {int(a) + 1:,} to {max(int(b), int(a) + 1):,}"
-            for a, b in zip(grid.edges[:-1], grid.edges[1:], strict=True)
-        ],
-        form=lambda value: f"{2**value:.2f} ×",
-        legend=[(-_SPREAD, "0.5"), (0.0, "1"), (_SPREAD, "2")],
         about="compute time of each rank per step, relative to the median of all ranks in the same steps",
     )
     slow = [one["what"] for one in facts["slow"]]
@@ -131,13 +123,13 @@ def shares(report: Report) -> list[list[Markup]]:
     made = []
     for name, one in (report.shares or {}).items():
         grid, (title, about, words) = one.grouped(), _SHARES[name]
-        chart = _over_time(report, title, grid, about, (0.0, 1.0), "{:.0%}".format, f"{title} of each rank over time")
+        chart = _over_time(report, title, grid, about, (0.0, 1.0), "percent", f"{title} of each rank over time")
         made.append([chart, tag("p", f"{words}{_shared(grid)}", class_="note")])
     return made
 
 
 def _over_time(
-    report: Report, title: str, grid: Grid, about: str, limits: tuple[float, float], form: axes.Form, described: str
+    report: Report, title: str, grid: Grid, about: str, limits: tuple[float, float], form: Form, described: str
 ) -> Markup:
     """A heat map rank x time with the attempts. `about`: what a value is; `described`: for screen readers."""
     seen: set[int] = set()
@@ -146,20 +138,14 @@ def _over_time(
         if attempt not in seen and attempt != report.spans[0].attempt:
             marks.append(Mark(at - report.spans[0].start, f"attempt {attempt}"))
         seen.add(attempt)
-    return heatmap.chart(
+    ends = zip(grid.edges[:-1], grid.edges[1:], strict=True)
+    columns = [f"{charts.clock(a)} to {charts.clock(b)}" for a, b in ends]
+    return charts.heat(
         title,
-        grid.values,
+        charts.Grid(grid.values, grid.rows, columns, limits, form),
+        Across("since the first attempt's start", "clock", "time", (0.0, float(grid.edges[-1]))),
         unit=f"rank by time: {about}",
-        limits=limits,
-        edges=(0.0, float(grid.edges[-1])),
-        x_ticks=axes.time_ticks(0.0, float(grid.edges[-1])),
-        x_form=axes.clock,
-        x_name="since the first attempt's start",
-        rows=grid.rows,
         y_name="rank",
-        columns=[f"{axes.clock(a)} to {axes.clock(b)}" for a, b in zip(grid.edges[:-1], grid.edges[1:], strict=True)],
-        form=form,
-        legend=[(limit, form(limit)) for limit in limits],
         about=described,
         marks=marks,
     )

@@ -5,17 +5,15 @@ Runs anywhere. Pure: raydist/report/sweep/time_to_loss.py computes the data.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from raydist.report import text
-from raydist.report.html import axes, lines
-from raydist.report.html.lines import Label, Series
+from raydist.report.html.charts import Across, Form, Series, lines
+from raydist.report.html.elements import Markup, tag
 from raydist.report.html.page import table
-from raydist.report.html.svg import Markup, tag
 from raydist.report.sweep.conclusions import UNITS, measured, named
 from raydist.report.sweep.time_to_loss import Axis
 
@@ -48,10 +46,11 @@ def _part(summary: Row, axis: Axis) -> Markup:
     rows = {row["point"]: row for row in summary["points"]}
     known = [row for row in summary["points"] if row["course"] is not None]
     known.sort(key=lambda row: sign * row["course"]["objective"][-1])
-    every = np.concatenate([np.array(row["course"][axis]) for row in known])
-    scale = _Across(axis, float(every.min()), float(every.max()))
+    every = np.concatenate([np.array(row["course"][axis], dtype=np.float64) for row in known])
+    low, high = float(every.min()), float(every.max())
+    log = low > 0 and high >= _LOG * low
     courses = [
-        _stairs(scale(row["course"][axis]), _best(row["course"]["objective"], front[0]["objective"], sign), "faint")
+        _stairs(row["course"][axis], _best(row["course"]["objective"], front[0]["objective"], sign), "faint")
         for row in known[:LINES]
     ]
     order = list(dict.fromkeys(one["point"] for one in front))
@@ -59,28 +58,28 @@ def _part(summary: Row, axis: Axis) -> Markup:
     names = {point: f"{number[point]} {named(rows[point]['parameters']) or rows[point]['cells'][0]}" for point in order}
     mine = {point: [one for one in front if one["point"] == point] for point in order}
     series = [
-        Series(names[point], scale([one[axis] for one in ones]), _values(ones), "dots") for point, ones in mine.items()
+        Series(
+            names[point],
+            _floats(axis, ones),
+            _floats("objective", ones),
+            "dots",
+            [number[point], *[""] * (len(ones) - 1)],
+        )
+        for point, ones in mine.items()
     ]
     name = "seconds trained" if axis == "seconds" else UNITS[unit] + (" (no GPU)" if unit == "worker_hours" else "")
-    chart = lines.chart(
+    form: Form = "clock" if axis == "seconds" else "number"
+    chart = lines(
         f"{metric} over {name}",
         series,
-        unit="log scale" if scale.log else "",
+        Across(name, form, "log" if log else "time" if axis == "seconds" else "value"),
         about="the best value of each cell so far; the stepped line is the front of all cells",
-        form=measured,
-        x_form=scale.form,
-        x_ticks=scale.ticks,
-        x_tick_form=scale.tick,
-        x_name=name,
-        behind=[*courses, _stairs(scale([one[axis] for one in front]), _values(front), "line")],
-        labels=[
-            Label(float(one.x[0]), float(one.y[0]), number[point]) for point, one in zip(mine, series, strict=True)
-        ],
+        behind=[*courses, _stairs(_floats(axis, front), _floats("objective", front), "line")],
     )
     return tag("div", chart, _table(front, axis, names if len(names) == 1 else number, name, metric))
 
 
-def _stairs(x: np.ndarray, y: np.ndarray, style: Literal["line", "faint"]) -> Series:
+def _stairs(x: Sequence[float] | np.ndarray, y: np.ndarray, style: Literal["line", "faint"]) -> Series:
     """Steps: between two evaluations, the value of the first one holds."""
     return Series("", np.repeat(x, 2)[1:], np.repeat(y, 2)[:-1], style)
 
@@ -91,8 +90,8 @@ def _best(values: Sequence[float], worst: float, sign: int) -> np.ndarray:
     return np.where(sign * best <= sign * worst, best, np.nan)
 
 
-def _values(rows: Sequence[Row]) -> np.ndarray:
-    return np.array([one["objective"] for one in rows], dtype=np.float64)
+def _floats(name: str, rows: Sequence[Row]) -> np.ndarray:
+    return np.array([one[name] for one in rows], dtype=np.float64)
 
 
 def _table(front: Sequence[Row], axis: Axis, names: Mapping[int, str], name: str, metric: str) -> Markup:
@@ -123,26 +122,5 @@ def _took(axis: Axis, value: float) -> str:
     return text.span(value) if axis == "seconds" else f"{value:.3g}"
 
 
-def _range(ends: Sequence[float] | None, form: axes.Form) -> str:
+def _range(ends: Sequence[float] | None, form: Callable[[float], str]) -> str:
     return "-" if ends is None else f"{form(ends[0])} to {form(ends[1])}"
-
-
-class _Across:
-    """From seconds or an amount to the chart's own x: their logarithm to base 10 if their range is wide."""
-
-    def __init__(self, axis: Axis, low: float, high: float) -> None:
-        self._axis, self.log = axis, low > 0 and high >= _LOG * low
-        linear = axes.time_ticks if axis == "seconds" else axes.ticks
-        self.ticks = [math.log10(v) for v in axes.log_ticks(low, high)] if self.log else linear(low, high)
-
-    def __call__(self, values: Sequence[float]) -> np.ndarray:
-        return np.log10(values) if self.log else np.array(values, dtype=np.float64)
-
-    def form(self, x: float) -> str:
-        """The label under the pointer."""
-        return _took(self._axis, 10**x if self.log else x)
-
-    def tick(self, x: float) -> str:
-        """The label below the axis."""
-        value = 10**x if self.log else x
-        return axes.clock(value) if self._axis == "seconds" else f"{value:.3g}"

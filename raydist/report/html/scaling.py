@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from raydist.report import text
-from raydist.report.html import lines
-from raydist.report.html.lines import Series
+from raydist.report.html.charts import Across, Series, lines
+from raydist.report.html.elements import tag
 from raydist.report.html.page import cards, page, section, table
-from raydist.report.html.svg import tag
 
 LOST = ("communication", "pipeline", "offload", "stragglers", "checkpoints", "failures")
 
@@ -22,24 +21,14 @@ LOST = ("communication", "pipeline", "offload", "stragglers", "checkpoints", "fa
 def render(found: Mapping[str, Any]) -> bytes:
     """The page, in UTF-8."""
     points, assumed = found["points"], found["assumed"]
-    x = np.log2([float(point["gpus"]) for point in points])
+    x = np.array([float(point["gpus"]) for point in points])
     speeds = np.array([point["tokens_per_second"] for point in points])
-    linear = speeds[0] * 2 ** (x - x[0])
+    linear = speeds[0] * x / x[0]
     shares = {name: np.array([100 * point["shares"][name] for point in points]) for name in ("useful", *LOST)}
 
     def chart(title: str, series: list[Series], unit: str, log: bool = False) -> Any:
-        about = f"{title.lower()} over the number of GPUs"
-        return lines.chart(
-            title,
-            series,
-            unit=unit,
-            about=about,
-            log=log,
-            x_name="GPUs",
-            x_form=_gpus,
-            x_tick_form=_gpus,
-            x_ticks=list(x),
-        )
+        across = Across("GPUs", kind="log", base=2, ticks=list(x))
+        return lines(title, series, across, unit=unit, about=f"{title.lower()} over the number of GPUs", log=log)
 
     drawn = [
         chart(
@@ -90,7 +79,3 @@ def rows(found: Mapping[str, Any]) -> list[list[str]]:
         ]
         for point in found["points"]
     ]
-
-
-def _gpus(power: float) -> str:
-    return f"{2**power:,.0f}"

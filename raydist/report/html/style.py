@@ -1,11 +1,9 @@
-"""The style and the script of a page, written by hand: light or dark as the reader's system, for paper and for phones.
+"""The style of a page, written by hand: light or dark as the reader's system, for paper and for phones.
 
 Runs anywhere.
 """
 
 from __future__ import annotations
-
-from raydist.report.html import colours
 
 _LOOK = """
 *{box-sizing:border-box}
@@ -35,25 +33,12 @@ figure{margin:0;min-width:0}
 figcaption{font-weight:600;font-size:14px}
 .unit{font-weight:400;font-size:13px}
 .note{font-size:13px;margin:6px 0}
-.legend{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;color:var(--quiet)}
-.swatch{display:inline-block;width:16px;height:0;border-top:2.5px solid var(--own);vertical-align:4px;margin-right:6px}
-.swatch.dots{width:7px;height:7px;border:0;border-radius:50%;background:var(--own);vertical-align:1px}
-.swatch.faint{opacity:.55}
-svg{display:block;width:100%;height:auto;overflow:visible;touch-action:pan-y}
-svg text{fill:var(--quiet);font-size:12px;font-variant-numeric:tabular-nums}
-svg .grid{stroke:var(--line)}svg .tick{stroke:var(--quiet)}
-svg .line{fill:none;stroke:var(--own);stroke-width:1.6;stroke-linejoin:round;stroke-linecap:round}
-svg .faint{stroke-width:1;opacity:.55}svg .dots{stroke-width:6}
-.behind{--own:var(--quiet)}svg .behind.faint{opacity:.3}
-
-svg text.label,.parallel text{paint-order:stroke;stroke:var(--sheet);stroke-width:3px;stroke-linejoin:round}
-svg text.label{fill:var(--ink)}
-.parallel .wide{margin-top:0}.parallel svg{min-width:960px}.row{fill:none}svg .frame{fill:none;stroke:#fff;stroke-width:1.5}
-svg .frame.behind{stroke:#000;stroke-width:3.5}
-svg path.mark{stroke:var(--quiet);stroke-dasharray:3 3;fill:none}svg path.mark.bad{stroke:var(--bad)}
-svg text.mark.bad{fill:var(--bad)}
-svg .cross{stroke:var(--ink);stroke-width:.8;fill:none;pointer-events:none}
-.cells{shape-rendering:crispEdges}.empty{fill:var(--empty)}
+.plot{position:relative}.plot p{margin:0;font-size:13px;color:var(--quiet)}.parallel .plot{min-width:960px}
+.tools{float:right;display:flex;gap:6px}.tools button{font:inherit;font-size:12px;color:var(--quiet);background:var(--sheet);
+border:1px solid var(--line);border-radius:5px;padding:0 7px;cursor:pointer}.tools [aria-pressed=true]{color:var(--ink);
+border-color:var(--quiet)}.tools [hidden]{display:none}.told{position:absolute;left:-9999px}
+.tip{font-variant-numeric:tabular-nums}.tip .head{color:var(--quiet)}
+:focus-visible{outline:2px solid var(--accent);outline-offset:2px}
 .bar,.timeline{display:flex;overflow:hidden;border-radius:5px;background:var(--empty)}
 .bar{height:44px;margin-top:8px}.timeline{height:10px;margin-top:6px;border-radius:3px}
 .bar span,.timeline span{flex:1 1 0;min-width:0;display:flex;align-items:center;justify-content:center;background:var(--fill)}
@@ -77,13 +62,9 @@ pre{margin:8px 0 0;padding:12px;background:var(--page);border-radius:6px;overflo
 font:12.5px/1.45 ui-monospace,"DejaVu Sans Mono",monospace;
 max-height:480px}
 .missing{padding:10px 14px;border-left:3px solid var(--fair);background:var(--page);margin:0}
-#tip{position:fixed;z-index:9;pointer-events:none;
-background:var(--sheet);border:1px solid var(--line);border-radius:6px;padding:6px 10px;
-font-size:13px;box-shadow:0 3px 12px #0003;font-variant-numeric:tabular-nums;max-width:280px}
-#tip[hidden]{display:none}#tip div{white-space:nowrap}#tip .head{color:var(--quiet)}
 footer{color:var(--quiet);font-size:12.5px;margin-top:18px}
 @media (max-width:640px){main{padding:16px 10px 32px}section{padding:14px 12px}
-svg text{font-size:17px}.parallel svg{min-width:680px}h1{font-size:22px}
+h1{font-size:22px}
 .parts tr,.tall tr{display:grid;padding:5px 0;border-bottom:1px solid var(--line)}
 .parts th,.parts td,.tall th,.tall td{border:0;padding:1px 0}
 .parts tr{grid-template-columns:1fr 60px 64px}.parts .about{grid-column:1/-1;font-size:12.5px}
@@ -91,96 +72,28 @@ svg text{font-size:17px}.parallel svg{min-width:680px}h1{font-size:22px}
 .tall th,.tall td{text-align:left;white-space:normal}
 .tall [data-label]::before{content:attr(data-label) " ";color:var(--quiet);font-size:12px}}
 @media print{body{background:#fff;font-size:12px}
-main{max-width:none;padding:0}section{break-inside:avoid;border-color:#ccc}#tip{display:none}
+main{max-width:none;padding:0}section{break-inside:avoid;border-color:#ccc}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}.charts{grid-template-columns:1fr 1fr}pre{max-height:none}
-.parallel svg{min-width:0}}
+.tools,.tip{display:none!important}.parallel .plot{min-width:0}.plot,.plot>div{height:auto!important;width:100%!important}
+.plot canvas{position:static!important;width:100%!important;height:auto!important}}
 """
 _LIGHT = (
     "--page:#f5f6f8;--sheet:#fff;--ink:#1b1f24;--quiet:#5c6570;--line:#e2e5e9;--empty:#eef0f3;"
-    "--good:#0b7a4b;--fair:#9a6a00;--bad:#bb3a0a;"
+    "--good:#0b7a4b;--fair:#9a6a00;--bad:#bb3a0a;--accent:#0072b2;"
+    "--series:#0072b2 #d55e00 #008f68 #b0568c #3a93c9 #8a7a00;"
+    "--thin:#440154 #46327e #365c8d #277f8e #1fa187;--middle:#0b5fa5 #6fa8d6 #e4e6ea #eda15e #a63c06;"
 )
 _DARK = (
     "--page:#14171b;--sheet:#1c2026;--ink:#e6e9ed;--quiet:#9aa4b0;--line:#30363e;--empty:#262b32;"
-    "--good:#4cc38a;--fair:#e2b340;--bad:#ff8a5c;"
+    "--good:#4cc38a;--fair:#e2b340;--bad:#ff8a5c;--accent:#5ab4ec;"
+    "--series:#5ab4ec #f08a3c #35c79b #dd92bd #9ad4f5 #d8c84a;"
+    "--thin:#277f8e #1fa187 #4ac16d #a0da39 #fde725;--middle:#59a9e8 #3c6f99 #34383f #b8682b #ff9b52;"
 )
+# Series are distinct with most kinds of colour blindness (Okabe and Ito 2008). `even` is viridis (van der Walt and Smith 2015,
+# CC0), whose lightness increases evenly; `thin` the part of it that thin lines can have: contrast of 3:1 (WCAG 1.4.11).
+_EVEN = "--even:#440154 #46327e #365c8d #277f8e #1fa187 #4ac16d #a0da39 #fde725"
 
 CSS = (
-    f":root{{color-scheme:light dark;{_LIGHT}{colours.css('light')}}}"
-    f"@media screen and (prefers-color-scheme:dark){{:root{{{_DARK}{colours.css('dark')}}}}}{colours.rules()}{_LOOK}"
+    f":root{{color-scheme:light dark;{_LIGHT}{_EVEN}}}@media screen and (prefers-color-scheme:dark){{:root{{{_DARK}}}}}{_LOOK}"
 ).replace("\n", "")
-"""The whole style sheet. Paper has the colours of light."""
-
-SCRIPT = """
-"use strict";
-(() => {
-  const tip = document.getElementById("tip");
-  const data = new WeakMap();
-  const of = (svg, name) => {
-    if (!data.has(svg)) data.set(svg, JSON.parse(svg.dataset[name]));
-    return data.get(svg);
-  };
-  const line = (text, kind) => {
-    const one = document.createElement("div");
-    one.textContent = text;
-    if (kind) one.className = kind;
-    return one;
-  };
-  const hide = (svg) => {
-    tip.hidden = true;
-    svg.querySelector(".cross").setAttribute("d", "");
-  };
-  const show = (event, lines) => {
-    tip.replaceChildren(...lines);
-    tip.hidden = false;
-    const room = document.documentElement, pad = 14;
-    const right = event.clientX + pad, over = right + tip.offsetWidth > room.clientWidth;
-    const left = over ? event.clientX - pad - tip.offsetWidth : right;
-    const top = Math.min(event.clientY + pad, room.clientHeight - tip.offsetHeight - 4);
-    tip.style.left = Math.max(4, left) + "px";
-    tip.style.top = Math.max(4, top) + "px";
-  };
-  const at = (svg, event) => new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
-  const nearest = (places, x) => {
-    let low = 0, high = places.length - 1;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (places[middle] < x) low = middle + 1; else high = middle;
-    }
-    return low > 0 && x - places[low - 1] < places[low] - x ? low - 1 : low;
-  };
-  const follow = (svg, look) => {
-    const title = svg.querySelector("title");  // kept as its label, but removed so that the browser shows no second tip
-    svg.setAttribute("aria-label", title.textContent);
-    title.remove();
-    const move = (event) => look(at(svg, event), event);
-    svg.addEventListener("pointermove", move);
-    svg.addEventListener("pointerdown", move);
-    svg.addEventListener("pointerleave", () => hide(svg));
-  };
-  const lines = (svg) => follow(svg, (point, event) => {
-    const chart = of(svg, "lines"), [left, top, right, bottom] = chart.box;
-    if (!chart.x.length || point.x < left - 4 || point.x > right + 4) return hide(svg);
-    const i = nearest(chart.x, point.x);
-    svg.querySelector(".cross").setAttribute("d", `M${chart.x[i]} ${top}V${bottom}`);
-    const values = chart.series.filter((one) => one.values[i]).map((one) => line(`${one.name} ${one.values[i]}`));
-    show(event, [line(chart.at[i], "head"), ...values]);
-  });
-  const cells = (svg) => follow(svg, (point, event) => {
-    const chart = of(svg, "cells"), [left, top, right, bottom] = chart.box;
-    const count = chart.rows.length, wide = chart.columns.length;
-    const j = Math.floor((point.x - left) / (right - left) * wide), i = Math.floor((point.y - top) / (bottom - top) * count);
-    if (i < 0 || j < 0 || i >= count || j >= wide) return hide(svg);
-    const w = (right - left) / wide, h = (bottom - top) / count;
-    svg.querySelector(".cross").setAttribute("d", `M${left + j * w} ${top + i * h}h${w}v${h}h${-w}z`);
-    show(event, [line(`${chart.rows[i]}, ${chart.columns[j]}`, "head"), line(chart.values[i].split("|")[j] || "no data")]);
-  });
-  const bind = (root) => {
-    root.querySelectorAll("svg[data-lines]").forEach(lines);
-    root.querySelectorAll("svg[data-cells]").forEach(cells);
-  };
-  bind(document);
-  document.addEventListener("raydist:drawn", (event) => bind(event.target));
-  document.documentElement.dataset.ready = "yes";
-})();
-"""
-"""Shows values under the pointer. What it shows is set as text, never as HTML."""
+"""The whole style sheet. Paper has the colours of light; chart.js reads them from here."""

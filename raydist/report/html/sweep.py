@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from raydist.report import text
-from raydist.report.html import heatmap as heat
-from raydist.report.html import lines, parallel, reach
-from raydist.report.html.lines import Series
+from raydist.report.html import charts as draw
+from raydist.report.html import reach
+from raydist.report.html.charts import Across, Axis, Mark, Series
+from raydist.report.html.elements import Child, Markup, tag
 from raydist.report.html.page import cards, missing, page, section, table
-from raydist.report.html.svg import Child, Markup, tag
 from raydist.report.sweep.analysis import is_number
 from raydist.report.sweep.base_values import marks
 from raydist.report.sweep.conclusions import BATCH, RATE, measured, named, value
 from raydist.report.sweep.curves import Curve
 from raydist.spec.sweep.names import shortest
 
-MOST = 6
+MOST = draw.SERIES
 """Maximum number of series of a chart: the number of colours."""
 ROWS = 500
 Row = Mapping[str, Any]
@@ -101,23 +101,21 @@ def _map(summary: Row, finished: Sequence[Row]) -> Markup | None:
             )
     low, high = float(np.nanmin(grid)), float(np.nanmax(grid))
     more = ", the best over the other parameters" if len(varied) > 2 else ""
-    return heat.chart(
-        f"{summary['objective']['metric']} by {shortest(down)} and {shortest(across)}",
+    found = draw.Grid(
         grid,
-        limits=(low, high),
-        edges=(0.0, float(len(columns))),
-        x_ticks=[i + 0.5 for i in range(0, len(columns), -(-len(columns) // 12))],
-        x_form=lambda x: value(columns[int(x)]),
-        rows=[value(v) for v in rows],
-        columns=[f"{shortest(across)} {value(v)}" for v in columns],
-        form=measured,
-        legend=[(low, measured(low)), (high, measured(high))] if high > low else [(low, measured(low))],
-        x_name=shortest(across),
+        [value(v) for v in rows],
+        [value(v) for v in columns],
+        (low, high),
+        named=_named(summary, rows, columns, down, across),
+    )
+    return draw.heat(
+        f"{summary['objective']['metric']} by {shortest(down)} and {shortest(across)}",
+        found,
+        Across(shortest(across), ticks=()),
         y_name=shortest(down),
         about=f"the objective of each point{more}; empty where none has finished",
         marks=_critical(finished, columns) if across == BATCH else (),
-        named=_named(summary, rows, columns, down, across),
-    )  # fmt: skip
+    )
 
 
 def _named(
@@ -132,7 +130,7 @@ def _named(
     return [(*at, ", ".join(words)) for at, words in found.items()]
 
 
-def _critical(finished: Sequence[Row], columns: Sequence[Any]) -> list[lines.Mark]:
+def _critical(finished: Sequence[Row], columns: Sequence[Any]) -> list[Mark]:
     """A mark at the gradient noise scale, the median over points, among the batches: between columns by logarithm."""
     scales = [row["grad_noise_scale"] for row in finished if row["grad_noise_scale"]]
     if not scales:
@@ -142,7 +140,7 @@ def _critical(finished: Sequence[Row], columns: Sequence[Any]) -> list[lines.Mar
         np.interp(math.log(scale), np.log(np.array(columns, dtype=np.float64)), np.arange(len(columns)) + 0.5)
     )
     side = "" if columns[0] <= scale <= columns[-1] else ", below" if scale < columns[0] else ", beyond"
-    return [lines.Mark(place, f"noise scale {scale:.3g}{side}")]
+    return [Mark(place, f"noise scale {scale:.3g}{side}")]
 
 
 def _rate(summary: Row, finished: Sequence[Row]) -> Markup | None:
@@ -154,9 +152,7 @@ def _rate(summary: Row, finished: Sequence[Row]) -> Markup | None:
     series = []
     for name, rows in list(groups.items())[:MOST]:
         known = sorted(
-            (math.log10(rate), r["objective"])
-            for r in rows
-            if is_number(rate := r["parameters"].get(RATE)) and rate > 0
+            (float(rate), r["objective"]) for r in rows if is_number(rate := r["parameters"].get(RATE)) and rate > 0
         )
         if len(known) > 1:
             x, y = (np.array(side) for side in zip(*known, strict=True))
@@ -164,21 +160,16 @@ def _rate(summary: Row, finished: Sequence[Row]) -> Markup | None:
     if not series:
         return None
     fits = summary["analysis"]["optima"]
-    places = [lines.Mark(math.log10(one["optimum"]), f"{one['optimum']:.2g}") for one in fits[:MOST] if one["inside"]]
+    places = [Mark(one["optimum"], f"{one['optimum']:.2g}") for one in fits[:MOST] if one["inside"]]
     at = summary["analysis"]["base"]
     if at is not None and (rate := summary["points"][at]["parameters"].get(RATE, 0)) > 0:
-        places.append(lines.Mark(math.log10(rate), "base"))
+        places.append(Mark(float(rate), "base"))
     ticks = sorted({float(x) for one in series for x in one.x})
-    return lines.chart(
+    return draw.lines(
         f"{summary['objective']['metric']} over {shortest(RATE)}",
         series,
-        unit="log scale",
+        Across(shortest(RATE), "number", "log", ticks=ticks[:: -(-len(ticks) // 8)]),
         about="one line per setting of the other parameters; a vertical line at each fitted optimum, and at the base's value",
-        form=measured,
-        x_form=lambda x: f"{10**x:.3g}",
-        x_tick_form=lambda x: f"{10**x:.2g}",
-        x_ticks=ticks[:: -(-len(ticks) // 8)],
-        x_name=shortest(RATE),
         marks=places,
     )
 
@@ -194,9 +185,9 @@ def _parallel(summary: Row, finished: Sequence[Row]) -> Markup:
         return missing("No two points with different parameters have finished yet.")
     columns = [_column(name, [row["parameters"][name] for row in rows]) for name in fields]
     objective = np.array([row["objective"] for row in rows], dtype=np.float64)
-    columns.append(parallel.Axis(summary["objective"]["metric"], objective, measured))
+    columns.append(Axis(summary["objective"]["metric"], objective))
     metric = summary["objective"]["metric"]
-    return parallel.chart(
+    return draw.parallel(
         f"{metric} by all parameters",
         columns,
         [f"{named(row['parameters'])}: {metric} {measured(row['objective'])}" for row in rows],
@@ -205,15 +196,15 @@ def _parallel(summary: Row, finished: Sequence[Row]) -> Markup:
     )
 
 
-def _column(name: str, values: Sequence[Any]) -> parallel.Axis:
+def _column(name: str, values: Sequence[Any]) -> Axis:
     if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
         numbers = np.array(values, dtype=np.float64)
         log = bool(numbers.min() > 0 and numbers.max() / numbers.min() >= 8)
         few = sorted(set(numbers.tolist()))
-        return parallel.Axis(shortest(name), numbers, value, log=log, ticks=few if len(few) <= 8 else ())
+        return Axis(shortest(name), numbers, log=log, ticks=few if len(few) <= 8 else ())
     words = [value(v) for v in values]
     known = sorted(set(words))
-    return parallel.Axis(shortest(name), np.array([known.index(w) for w in words], dtype=np.float64), words=known)
+    return Axis(shortest(name), np.array([known.index(w) for w in words], dtype=np.float64), words=known)
 
 
 def _many(rows: Sequence[Row], name: str) -> bool:
@@ -227,7 +218,7 @@ def _losses(curves: Sequence[Curve]) -> Markup | None:
     if not series:
         return None
     about = "loss of the best cells over the tokens they have trained"
-    return lines.chart("Loss over tokens", series, unit="the best cells", about=about, x_name="tokens")
+    return draw.lines("Loss over tokens", series, Across("tokens"), unit="the best cells", about=about)
 
 
 def _front(summary: Row, finished: Sequence[Row]) -> Markup | None:
@@ -244,16 +235,12 @@ def _front(summary: Row, finished: Sequence[Row]) -> Markup | None:
             front.append((spent, objective))
     x, y = (np.array(side) for side in zip(*known, strict=True))
     at, reached = (np.array(side) for side in zip(*front, strict=True))
-    low, high = float(x.min()), float(x.max())
-    return lines.chart(
-        f"{summary['objective']['metric']} over {'GPU-hours' if cost == 'gpu_hours' else 'seconds'}",
+    name = "GPU-hours" if cost == "gpu_hours" else cost
+    return draw.lines(
+        f"{summary['objective']['metric']} over {name}",
         [Series("points", x, y, "dots"), Series("front", at, reached)],
+        Across(name, "number"),
         about="each point by its time or cost; the line joins the points for which no other is as good for less",
-        form=measured,
-        x_form=lambda v: f"{v:.3g}",
-        x_ticks=[low + (high - low) * i / 5 for i in range(6)],
-        x_tick_form=lambda v: f"{v:.3g}",
-        x_name="GPU-hours" if cost == "gpu_hours" else cost,
     )
 
 

@@ -1,20 +1,21 @@
-"""The parts of the pages' charts: round ticks, escaped text, and charts that show the important points of any amount of data."""
+"""The pages' figures: escaped text, and charts whose data has the important points of any amount of data."""
 
 from __future__ import annotations
 
-import html
+import hashlib
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from raydist.report.html import axes, bars, colours, heatmap, lines
-from raydist.report.html.lines import Mark, Series
-from raydist.report.html.svg import Markup, number, tag
+from raydist.report.html import bars, charts, page, style
+from raydist.report.html.charts import Across, Mark, Series
+from raydist.report.html.elements import Markup, tag
 
 
 def parsed(figure: Markup) -> ElementTree.Element:
@@ -22,15 +23,37 @@ def parsed(figure: Markup) -> ElementTree.Element:
     return ElementTree.fromstring(figure)
 
 
-def points(figure: Markup, index: int = 0) -> list[tuple[str, float, float]]:
-    """(M or L, x, y) of a series' path."""
-    path = next(p for p in parsed(figure).iter("path") if p.get("class", "").startswith(f"line s{index}"))
-    return [(a, float(x), float(y)) for a, x, y in re.findall(r"([ML])([\d.]+) ([\d.]+)", path.get("d", ""))]
+def told(figure: Markup) -> dict[str, Any]:
+    """The data for chart.js."""
+    return dict(json.loads(parsed(figure).findtext("script") or ""))
 
 
-def told(figure: Markup, name: str) -> dict[str, Any]:
-    """The data for the page's script."""
-    return json.loads(next(v for v in (svg.get(f"data-{name}") for svg in parsed(figure).iter("svg")) if v))
+def spoken(figure: Markup) -> str:
+    """The figure in words."""
+    (plot,) = [one for one in parsed(figure).iter("div") if one.get("class") == "plot"]
+    assert plot.get("aria-label", "").endswith(plot.findtext("p") or "-")
+    return plot.get("aria-label", "")
+
+
+def drawn(y: list[float], **more: Any) -> dict[str, Any]:
+    """The data of a chart with one series."""
+    return dict(
+        told(charts.lines("x", [Series("", np.arange(float(len(y))), np.array(y))], Across(), **more))["series"][0]
+    )
+
+
+def test_the_library_is_the_one_that_the_record_names() -> None:
+    """Its bytes have the hash that docs/adr/0022-live-pages.md gives, and it can stand inside a page."""
+    root = Path(__file__).parents[3]
+    record = (root / "docs" / "adr" / "0022-live-pages.md").read_text()
+    assert hashlib.sha256(page.library().encode()).hexdigest() in record
+    versions = re.findall(r"(echarts|esbuild)@([\d.]+)", (root / "Makefile").read_text())
+    assert [name for name, _ in versions] == ["echarts", "esbuild"]
+    assert all(version in record for _, version in versions)
+    for script in (page.library(), page.script()):
+        assert "</script" not in script.lower()
+        assert "<!--" not in script
+        assert script.isascii(), "its hash does not depend on the encoding of a notebook"
 
 
 def test_text_is_escaped() -> None:
@@ -44,175 +67,105 @@ def test_text_is_escaped() -> None:
     assert " hidden>" in made
 
 
-@pytest.mark.parametrize(("value", "said"), [(3.0, "3"), (0.125, "0.12"), (-1.5, "-1.5"), (100.0, "100")])
-def test_numbers_in_drawings_are_short(value: float, said: str) -> None:
-    """At most two decimals, without trailing zeros."""
-    assert number(value) == said
-
-
-@pytest.mark.parametrize(
-    ("ticks", "expected"),
-    [
-        (axes.ticks(0, 10), [0, 2, 4, 6, 8, 10]),
-        (axes.ticks(-0.3, 0.3, 3), [-0.2, 0.0, 0.2]),
-        (axes.ticks(0.0, 3e-5, 3), [0.0, 1e-5, 2e-5, 3e-5]),
-        (axes.ticks(5, 5), [5]),
-        (axes.whole_ticks(1, 3), [1, 2, 3]),
-        (axes.whole_ticks(0, 1_000_000, 5), [0, 200_000, 400_000, 600_000, 800_000, 1_000_000]),
-        (axes.time_ticks(0, 300), [0, 60, 120, 180, 240, 300]),
-        (axes.time_ticks(0, 86_400 * 10), [86_400.0 * n for n in range(0, 11, 2)]),
-        (axes.time_ticks(0, 0.5, 5), [0, 0.1, 0.2, 0.3, 0.4, 0.5]),
-        (axes.log_ticks(0.5, 2000), [1, 10, 100, 1000]),
-        (axes.log_ticks(3, 30), [5, 10, 20]),
-    ],
-)
-def test_ticks_are_round(ticks: list[float], expected: list[float]) -> None:
-    """Ticks are round, and between the ends of the axis."""
-    assert ticks == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [(0, "0"), (1500, "1500"), (15_000, "15k"), (2.5e6, "2.5M"), (1e-3, "0.001"), (2e-5, "2e-5"), (1.25e-4, "1.25e-4"),
-     (-0.25, "-0.25")],
-)  # fmt: skip
-def test_short_numbers(value: float, said: str) -> None:
-    """Numbers as on an axis."""
-    assert axes.short(value) == said
-
-
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(0, "0"), (45, "45 s"), (200, "3:20"), (7500, "2:05:00"), (86_400, "1d"), (273_600, "3d 4:00")],
 )
 def test_times_since_a_start(seconds: float, said: str) -> None:
-    """Times as on an axis."""
-    assert axes.clock(seconds) == said
+    """Times as in a table."""
+    assert charts.clock(seconds) == said
 
 
 def test_one_odd_point_among_a_million_is_drawn() -> None:
-    """It has its own height, in at most 200 kB; the minimum and maximum of the other points are kept."""
+    """It is in the data at its own step, in at most 100 kB; the minimum and maximum of the other points are kept."""
     x = np.arange(1.0, 1e6 + 1)
     y = np.where(x % 2 == 0, 1.0, 2.0)
     y[612_345] = 50.0
-    figure = lines.chart("Loss", [Series("", x, y)])
-    assert len(figure) < 200_000
-    drawn = points(figure)
-    high = min(drawn, key=lambda point: point[2])
-    _, top = axes.spread([y], False)
-    assert high[2] == pytest.approx(lines.BOTTOM - 50 / top * (lines.BOTTOM - lines.TOP), abs=0.1)
-    assert high[1] == pytest.approx(lines.LEFT + 0.612345 * (lines.RIGHT - lines.LEFT), abs=0.5)
-    assert [action for action, _, _ in drawn].count("M") == 1
-    levels = {round(y, 1) for _, _, y in drawn}
-    assert len(levels) == 3, "both levels and the spike, and nothing between them"
-    assert "1 to 50" in told(figure, "lines")["series"][0]["values"]
+    figure = charts.lines("Loss", [Series("", x, y)], Across("step"))
+    assert len(figure) < 100_000
+    made = told(figure)["series"][0]
+    assert made["y"][made["x"].index(612_346)] == 50
+    assert set(made["y"]) == {1, 2, 50}
+    assert (made["x"][0], made["x"][-1], made["x"] == sorted(made["x"])) == (1, 1_000_000, True)
+    assert "1,000,000 values, from 2 at step 1 to 1 at step 1e+06, lowest 1, highest 50" in spoken(figure)
+
+
+def test_few_points_are_all_kept() -> None:
+    """Up to four for each column: every step of a short run is under the pointer."""
+    y = np.random.default_rng(0).random(4 * charts.COLUMNS)
+    assert drawn(y.tolist())["y"] == [float(f"{one:.7g}") for one in y]
 
 
 def test_a_line_breaks_where_a_number_is_missing() -> None:
-    """A single point between two gaps is drawn as a point."""
-    y = np.array([1.0, 2.0, math.nan, 3.0, math.nan, 4.0, math.inf])
-    figure = lines.chart("x", [Series("", np.arange(7.0), y)])
-    assert [action for action, _, _ in points(figure)] == ["M", "L", "M", "M"]
-    assert 'h0"' in figure
-    assert told(figure, "lines")["series"][0]["values"] == ["1", "2", "3", "4"]
+    """There is a null between the points on both sides of a gap, and none at the ends."""
+    made = drawn([math.nan, 1.0, 2.0, math.nan, 3.0, math.inf, 4.0, math.inf])
+    assert made == {"name": "", "style": "line", "x": [1, 2, 2, 4, 4, 6], "y": [1, 2, None, 3, None, 4]}
 
 
 @pytest.mark.parametrize("y", [[], [3.0], [0.0, 0.0], [math.nan], [-1.0, -1.0]])
 @pytest.mark.parametrize("log", [False, True])
 def test_little_is_drawn_too(y: list[float], log: bool) -> None:
-    """For no data, one point or a constant, the chart has finite coordinates."""
-    figure = lines.chart(
-        "x", [Series("a", np.arange(float(len(y))), np.array(y)), Series("b", np.zeros(0), np.zeros(0))], log=log
-    )
-    assert "nan" not in figure
-    assert "inf" not in figure
-    parsed(figure)
+    """For no data, one point or a constant, the data is valid, and the x axis has a length."""
+    series = [Series("a", np.arange(float(len(y))), np.array(y)), Series("b", np.zeros(0), np.zeros(0))]
+    figure = charts.lines("x", series, Across(), log=log)
+    low, high = told(figure)["x"]["ends"]
+    assert low < high
+    assert "NaN" not in figure
+    assert ("no values" in spoken(figure), told(figure)["log"]) == (True, log)
 
 
 def test_powers() -> None:
-    """Equal factors have equal distances; values that are not above 0 are not drawn."""
-    figure = lines.chart("x", [Series("", np.arange(4.0), np.array([1.0, 10.0, 100.0, 0.0]))], log=True)
-    a, b, c = (y for _, _, y in points(figure))
-    assert a - b == pytest.approx(b - c, abs=0.2)
-    assert "log scale" in figure
-    assert lines.wants_log(np.array([1.0, 1.0, 500.0]))
-    assert not lines.wants_log(np.array([1.0, 2.0, 50.0]))
+    """A logarithmic axis is chosen if the maximum is over 100 times the median."""
+    assert charts.wants_log(np.array([1.0, 1.0, 500.0]))
+    assert not charts.wants_log(np.array([1.0, 2.0, 50.0]))
 
 
 def test_a_chart_says_what_it_is() -> None:
-    """Title, description, legend and marks are present and escaped."""
-    evil = "</svg><script>"
+    """Title, description, series and marks are present and escaped; marks outside are left out."""
+    evil = '</script><script>&\u2028"'
     series = [Series(evil, np.arange(3.0), np.arange(3.0)), Series("eval", np.array([1.0]), np.array([1.0]), "dots")]
-    figure = lines.chart(
-        evil, series, about=evil, x_name=evil, unit=evil, marks=[Mark(1.0, evil, "bad"), Mark(99.0, "outside")]
-    )
-    assert "<script>" not in figure
-    assert parsed(figure).findtext(".//desc") == evil
-    assert parsed(figure).findtext(".//title") == evil
-    assert len([p for p in parsed(figure).iter("path") if p.get("class") == "mark bad"]) == 1
-    assert "outside" not in figure
-    shown = told(figure, "lines")
-    assert shown["series"][0]["name"] == evil
-    assert shown["series"][1]["values"] == ["", "1", ""]
-    assert [len(part) for part in (shown["x"], shown["at"])] == [3, 3]
+    marks = [Mark(1.0, evil, "bad"), Mark(99.0, "outside")]
+    figure = charts.lines(evil, series, Across(evil), about=evil, unit=evil, marks=marks)
+    assert figure.count("<script") == figure.count("</script") == 1
+    assert "".join(parsed(figure).find("figcaption").itertext()) == f"{evil} {evil}"  # type: ignore[union-attr]
+    assert f"{evil}: 3 values, from 0 at {evil} 0 to 2 at {evil} 2" in spoken(figure)
+    assert parsed(figure).get("data-name") == evil
+    made = told(figure)
+    assert (made["x"]["name"], made["marks"]) == (evil, [[1, evil, True]])
+    assert [(one["name"], one["style"]) for one in made["series"]] == [(evil, "line"), ("eval", "dots")]
 
 
-def test_labels_and_what_lies_behind() -> None:
-    """A label is drawn only if the previous one leaves room. Series behind widen the axes, but have no legend and no hover
-    text."""
+def test_secrets_do_not_leave_with_the_data() -> None:
+    """Neither a password in a URI nor an option with a secret."""
+    x = np.arange(2.0)
+    figure = charts.lines("x", [Series("s3://KEY:SECRET@bucket/x?a=1&token=T0KEN", x, x)], Across())
+    assert told(figure)["series"][0]["name"] == "s3://bucket/x?a=1"
+
+
+def test_what_lies_behind() -> None:
+    """It widens the axis, and is not in the words."""
     x = np.arange(3.0)
-    spots = [
-        lines.Label(0.0, 0.0, "1"),
-        lines.Label(0.01, 0.0, "2"),
-        lines.Label(0.02, 2.0, "3"),
-        lines.Label(2.0, 2.0, "4"),
-    ]
     behind = [Series("pale", np.array([0.0, 8.0]), np.array([9.0, 9.0]), "faint")]
-    figure = lines.chart("x", [Series("a", x, x, "dots"), Series("b", x, x)], behind=behind, labels=spots)
-    assert [text.text for text in parsed(figure).iter("text") if text.get("class") == "label"] == ["1", "3", "4"]
-    assert [path.get("class") for path in parsed(figure).iter("path")].count("line behind faint") == 1
-    assert points(figure, 1)[-1][1] == pytest.approx(lines.LEFT + (lines.RIGHT - lines.LEFT) / 4, abs=0.1)
-    assert [one["name"] for one in told(figure, "lines")["series"]] == ["a", "b"]
-    assert "pale" not in figure
-
-
-def heat(values: Any, **more: Any) -> Markup:
-    """A heat map of rows a, b, ..."""
-    grid = np.array(values, dtype=float)
-    known = {"limits": (0.0, 1.0), "edges": (0.0, float(grid.shape[1])), "x_ticks": [0.0], "x_form": axes.short, "form": axes.short,
-             "legend": [(0.0, "low")], "rows": list("abcdefgh")[: len(grid)],
-             "columns": [str(j) for j in range(grid.shape[1])]}  # fmt: skip
-    return heatmap.chart("Heat", grid, **{**known, **more})
-
-
-def test_cells_have_the_colour_of_their_value() -> None:
-    """Neighbours of one level are one path; values outside the scale get its end; unknown values have no colour."""
-    figure = heat([[0.0, 0.0, 1.0, 7.0], [math.nan, 0.5, -3.0, math.nan]])
-    (group,) = [g for g in parsed(figure).iter("g") if g.get("class") == "cells"]
-    assert {path.get("class"): path.get("d") for path in group} == {
-        "v0": "M0 0h2v1h-2zM2 1h1v1h-1z",
-        "v12": "M1 1h1v1h-1z",
-        "v24": "M2 0h2v1h-2z",
-    }
-    assert told(figure, "cells")["values"] == ["0|0|1|7", "|0.5|-3|"]
+    figure = charts.lines("x", [Series("a", x, x, "dots", ["1", "", ""])], Across(), behind=behind)
+    made = told(figure)
+    assert (made["x"]["ends"], made["behind"][0]["y"], made["series"][0]["labels"]) == ([0, 8], [9, 9], ["1", "", ""])
+    assert "pale" not in spoken(figure)
 
 
 def test_a_large_grid_stays_small() -> None:
-    """125 rows of 200 different cells take less than 600 kB, and fit on the screen."""
+    """125 rows of 200 different cells take less than 250 kB, and fit on the screen; unknown cells are null."""
     values = np.random.default_rng(0).random((125, 200))
-    figure = heat(values, rows=[str(i) for i in range(125)])
-    assert len(figure) < 600_000
-    svg = next(parsed(figure).iter("svg"))
-    assert float(svg.get("viewBox", "").split()[3]) < 400
-
-
-def test_a_grid_names_its_rows() -> None:
-    """Each row has its name beside it, and in the hover text with its kind."""
-    figure = heat([[0.0], [1.0]], y_name="rank", scale="middle")
-    assert told(figure, "cells")["rows"] == ["rank a", "rank b"]
-    texts = [text.text for text in parsed(figure).iter("text")]
-    assert [name for name in texts if name in ("a", "b", "rank")] == ["a", "b", "rank"]
-    assert 'class="d24"' in figure
+    values[3, 4], values[3, 5] = math.nan, math.inf
+    grid = charts.Grid(values, [str(i) for i in range(125)], [str(i) for i in range(200)], (0.0, 1.0), "percent")
+    figure = charts.heat(
+        "Heat", grid, Across("time", "clock", "time", (0.0, 60.0)), y_name="rank", marks=[Mark(61.0, "late")]
+    )
+    assert len(figure) < 250_000
+    assert re.findall(r"height:(\d+)px", figure) == ["406"]
+    made = told(figure)
+    assert (made["values"][3][4], made["values"][3][5], made["marks"]) == (None, None, [])
+    assert made["values"][0][0] == pytest.approx(values[0, 0], rel=1e-4)
+    assert "125 rows, 200 columns, values from 0% to 100%" in spoken(figure)
 
 
 def test_parts_of_a_whole() -> None:
@@ -240,13 +193,13 @@ def test_colours_can_be_told_apart_without_seeing_hue() -> None:
         red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
         return 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
 
-    for mode in ("light", "dark"):
-        found = dict(re.findall(r"--(\w\d+):(#\w{6})", colours.css(mode)))
-        even = [light(found[f"v{i}"]) for i in range(colours.LEVELS)]
-        assert even == sorted(even)
-        middle = [light(found[f"d{i}"]) for i in range(colours.LEVELS)]
-        half = colours.LEVELS // 2
-        outwards = [middle[half::-1], middle[half:]]
-        for side in outwards:
+    scales = {
+        name: [light(one) for one in found.split()] for name, found in re.findall(r"--(even|thin):([#\w ]+)", style.CSS)
+    }
+    assert [*scales] == ["thin", "even"]
+    assert all(scale == sorted(scale) for scale in scales.values())
+    for mode, found in zip(("light", "dark"), re.findall(r"--middle:([#\w ]+)", style.CSS), strict=True):
+        middle = [light(one) for one in found.split()]
+        for side in (middle[2::-1], middle[2:]):
             assert side == sorted(side, reverse=mode == "light")
-    assert html.escape(colours.rules()) == colours.rules()
+    assert [len(found.split()) for found in re.findall(r"--series:([#\w ]+)", style.CSS)] == [charts.SERIES] * 2

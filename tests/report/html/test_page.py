@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raydist.report.html import lines, page
+from raydist.report.html import charts, page
 from raydist.report.html.run import render
 from raydist.report.run_metrics import report
 from raydist.run.directory import SPEC, RunDir
+from tests.dashboard import accessibility
 from tests.report import story
 from tests.report.html import looks
 from tests.report.html.chromium import Chromium
+from tests.report.html.looks import CHART, LOSS, drag, place, zooms
 from tests.report.story import GIB
 
 NAME = "<img src=x onerror=owned=1>"
@@ -47,22 +49,11 @@ def texts(browser: Chromium, selector: str) -> list[str]:
     return list(browser.value(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.innerText)"))
 
 
-def middle(browser: Chromium, selector: str, x: float, y: float) -> list[float]:
-    """The screen position of a point of a drawing, given in the drawing's units."""
-    script = f"""(() => {{
-        const svg = document.querySelector({json.dumps(selector)});
-        svg.scrollIntoView({{block: "center"}});
-        const at = new DOMPoint({x}, {y}).matrixTransform(svg.getScreenCTM());
-        return [at.x, at.y];
-    }})()"""
-    return list(browser.value(script))
-
-
 def test_the_page_is_whole_and_asks_for_nothing(browser: Chromium, written: Path) -> None:
     """Every section has its content after the script has run; the console has no messages, and only the file itself was
     requested."""
     browser.open(written)
-    assert browser.value("document.documentElement.dataset.ready") == "yes"
+    browser.until(looks.DRAWN)
     assert browser.complaints == []
     assert browser.asked == [written.as_uri()]
     assert texts(browser, "h1") == [f"{NAME}finished"]
@@ -124,47 +115,82 @@ def test_shares_incidents_and_tables(browser: Chromium, written: Path) -> None:
 
 
 def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
-    """A line shows the step and the value, a heat map the cell's rank and value; the text disappears outside the plot."""
+    """A curve shows the step and the value, a heat map the cell's rank and value; the text disappears outside the plot. Arrow keys
+    do the same, and a screen reader is told."""
     browser.open(written)
-    across = 64 + (588 - 64) * (150 - 1) / (200 - 1)
-    browser.point(*middle(browser, "svg[data-lines]", across, 100))
-    assert texts(browser, "#tip div") == ["step 150", "training 90"], "the spike of one step"
-    browser.point(*middle(browser, "svg[data-cells]", 500, 60))
-    rank, much = texts(browser, "#tip div")
-    assert rank.startswith("rank 1, 3:30 to ")
-    assert much == "1.2 GiB"
-    browser.point(*middle(browser, "svg[data-cells]", 66, 30))
-    assert texts(browser, "#tip div")[1] == "no data"
-    for x in (20, 595):
-        browser.point(*middle(browser, "svg[data-lines]", 300, 100))
-        assert browser.value("document.getElementById('tip').hidden") is False
-        browser.point(*middle(browser, "svg[data-lines]", x, 100))
-        assert browser.value("document.getElementById('tip').hidden") is True, "beside the plot there is no step"
-    browser.point(*middle(browser, "svg[data-lines]", 300, 100))
+    browser.until(looks.DRAWN)
+    browser.point(*place(browser, "Loss", 150, 120))
+    assert texts(browser, ".tip div") == ["step 150", "training 90"], "the spike of one step"
+    browser.point(*place(browser, "Loss", 81, 120))
+    assert texts(browser, ".tip div")[0] == "step 81"
+    browser.point(*place(browser, "Memory", 220, 55))
+    told = f"[...{CHART.format(json.dumps('Memory'))}.plot.querySelectorAll('.tip div')].map((one) => one.innerText)"
+    browser.until(f"{told}.length === 2")
+    assert browser.value(told) == ["rank 1, 3:40 to 3:41", "1.2 GiB"]
     browser.point(1.0, 1.0)
-    assert browser.value("document.getElementById('tip').hidden") is True
+    seen = "checkVisibility({visibilityProperty: true, opacityProperty: true})"
+    browser.until(f"[...document.querySelectorAll('.tip div')].every((one) => !one.{seen})")
+    browser.value(f"{LOSS}.plot.focus()")
+    for _ in range(2):
+        browser.page("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
+    assert texts(browser, ".told")[0].startswith("step 103, training 1.0")
+
+
+def test_curves_are_zoomed_together(browser: Chromium, written: Path) -> None:
+    """By dragging, by keys and back: all curves over steps, and no other chart; a hidden line and a logarithmic axis stay."""
+    browser.open(written)
+    browser.until(looks.DRAWN)
+    drag(browser, place(browser, "Throughput", 50, 120), place(browser, "Throughput", 100, 120))
+    found = zooms(browser)
+    curves = ["Loss", "Throughput", "Gradient norm", "Learning rate", "Gradient noise scale"]
+    assert [name for name, range in found.items() if range] == curves
+    assert all(found[name] == found["Loss"] for name in curves)
+    assert found["Loss"] == [pytest.approx(50, abs=1), pytest.approx(100, abs=1)]
+    assert texts(browser, ".tools button:not([hidden])").count("all") == 5
+    extent = "{}.drawing.getModel().getComponent('xAxis').axis.scale.getExtent()"
+    assert browser.value(extent.format(LOSS)) == found["Loss"]
+    browser.value(f"{LOSS}.plot.focus()")
+    for key in ("+", "1"):
+        browser.page("Input.dispatchKeyEvent", type="keyDown", key=key)
+    low, high = zooms(browser)["Learning rate"]
+    assert (low, high) == (pytest.approx(62.5, abs=1), pytest.approx(87.5, abs=1))
+    assert browser.value(f"{LOSS}.selected") == {"training": False, "eval": True}
+    browser.value("document.querySelector('[aria-label=\"log axis of Loss\"]').click()")
+    shown = f"(({{drawing}}) => [drawing.getOption().yAxis[0].type, drawing.getOption().legend[0].selected.training])({LOSS})"
+    assert browser.value(shown) == ["log", False]
+    assert zooms(browser)["Loss"] == [low, high]
+    browser.page("Input.dispatchKeyEvent", type="keyDown", key="Escape")
+    assert set(map(str, zooms(browser).values())) == {"None"}
+    assert browser.complaints == []
 
 
 def test_names_under_the_pointer_are_text(browser: Chromium, tmp_path: Path) -> None:
-    """Names of a series and of the x axis are escaped."""
-    chart = lines.chart(NAME, [lines.Series(NAME, np.arange(3.0), np.arange(3.0))], x_name=NAME)
+    """Names of a series and of the x axis are no HTML."""
+    series = [charts.Series(NAME, np.arange(3.0), np.arange(3.0))]
+    chart = charts.lines(NAME, series, charts.Across(NAME), marks=[charts.Mark(1.0, NAME)])
     (tmp_path / "a.html").write_bytes(page.page(NAME, chart))
     browser.open(tmp_path / "a.html")
-    browser.point(*middle(browser, "svg[data-lines]", 326, 100))
-    assert texts(browser, "#tip div") == [f"{NAME} 1", f"{NAME} 1"]
+    browser.until(looks.DRAWN)
+    browser.point(*place(browser, NAME, 1, 100))
+    assert texts(browser, ".tip div") == [f"{NAME} 1", f"{NAME} 1", NAME]
     assert browser.value("document.querySelectorAll('img').length") == 0
     assert browser.value("document.title") == NAME
 
 
-def test_every_drawing_says_what_it_is(browser: Chromium, written: Path) -> None:
-    """For screen readers: each drawing has a name and a description, the bar one sentence."""
+def test_every_chart_says_what_it_is(browser: Chromium, written: Path) -> None:
+    """For screen readers, and without JavaScript: each chart has a name, and its figures in words; the bar one sentence."""
+    browser.page("Emulation.setScriptExecutionDisabled", value=True)
     browser.open(written)
-    drawings = browser.value(
-        "[...document.querySelectorAll('svg')].map((one) => [one.getAttribute('role'), one.getAttribute('aria-label'),"
-        " one.querySelector('desc').textContent])"
+    browser.page("Emulation.setScriptExecutionDisabled", value=False)
+    asked = (
+        "[...document.querySelectorAll('.plot')].map((one) => [one.getAttribute('role'), one.ariaLabel, one.innerText])"
     )
-    assert len(drawings) == 10
-    assert all(role == "img" and title and about for role, title, about in drawings)
+    drawn = browser.value(asked)
+    assert len(drawn) == 10
+    assert all(role == "img" and name.endswith(words) and words for role, name, words in drawn)
+    assert "training: 199 values, from" in drawn[0][1]
+    assert "highest 90" in drawn[0][1]
+    assert "need JavaScript" in texts(browser, "noscript")[0]
     assert "compute 55.3%" in browser.value("document.querySelector('.bar').getAttribute('aria-label')")
 
 
@@ -200,8 +226,9 @@ def test_light_dark_phone_paper(browser: Chromium, written: Path, width: int, da
     assert sheet < 0.05 if dark and not paper else sheet > 0.9
     assert least >= 4.5, "WCAG AA"
     assert browser.value("document.documentElement.scrollWidth") <= width
-    if not paper:
-        looks.check(browser, lines=8)
+    looks.check(browser, lines=8)
+    if width == 1400:
+        accessibility.check(browser)
     assert browser.complaints == []
 
 
@@ -214,7 +241,7 @@ def test_a_run_that_was_not_watched(browser: Chromium, tmp_path: Path) -> None:
     said = texts(browser, ".missing")
     assert len(said) == 4
     assert all("observe.interval_s: 1.0" in line for line in said)
-    assert len(texts(browser, "svg[data-lines]")) == 4
+    assert len(texts(browser, "figure.chart")) == 4
     assert browser.complaints == []
 
 

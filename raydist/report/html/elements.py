@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG as text. Everything that is not an element already is escaped, so that text never becomes markup.
+"""Elements of HTML as text. Everything that is not an element already is escaped, so that text never becomes markup.
 
 Runs anywhere. Pure.
 """
