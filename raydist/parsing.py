@@ -31,6 +31,8 @@ DIGITS = 100
 """Of an integer: less than the largest float."""
 NAME = 200
 """Characters of a name."""
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, AssertionError)
+"""What parsing a damaged file, and reading its fields, may raise."""
 _EXPANDED = 4 * JOB_BYTES
 _LONG = re.compile(rb"\d{%d}" % (DIGITS + 1)), re.compile(rf"\d{{{DIGITS + 1}}}")
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

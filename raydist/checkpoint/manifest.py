@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from raydist.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointTooNew
-from raydist.parsing import parse_json
+from raydist.parsing import DAMAGED, parse_json
 from raydist.run.directory import RunDir, manifest_attempt, step_folder
 from raydist.storage import Storage, inside
 
@@ -123,13 +123,7 @@ class Manifest:
             )
         try:
             return cls._of(body)
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            AssertionError,
-            ValueError,
-        ) as error:  # it has a hash, and yet other fields
+        except DAMAGED as error:  # it has a hash, and yet other fields
             raise ValueError(f"is no manifest: {type(error).__name__}: {error}") from None
 
     @classmethod
@@ -244,7 +238,7 @@ def _late_eval(storage: Storage, step: int) -> float | None:
     try:
         body = parse_json(storage.read(path(step, EVAL)))
         return float(body["eval_loss"]) if body["step"] == step else None
-    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):
+    except (*DAMAGED, FileNotFoundError):
         # It is written atomically and is not part of the state: the checkpoint is good without it.
         return None
 

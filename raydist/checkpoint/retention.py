@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from raydist.checkpoint import manifest
 from raydist.checkpoint.manifest import path
 from raydist.errors import CheckpointNotFound, StorageError
-from raydist.parsing import parse_json
+from raydist.parsing import DAMAGED, parse_json
 from raydist.run.directory import CHECKPOINTS, RunDir, manifest_attempt, step_folder
 from raydist.storage import Storage
 
@@ -166,5 +166,5 @@ def _remove(storage: Storage, step: int, attempt: int | None) -> bool:
 def _fresh(storage: Storage, name: str) -> bool:
     try:
         return float(parse_json(storage.read(name))["until"]) > time.time()
-    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):  # both are written as a whole
+    except (*DAMAGED, FileNotFoundError):  # both are written as a whole
         return False

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(check)
-
-
 def check(
     spec: Annotated[
         Path | None,

@@ -13,11 +13,6 @@ import typer
 PORT = 8275
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(dashboard)
-
-
 def dashboard(
     storages: Annotated[
         list[str] | None,

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 _FILES = (".yaml", ".yml")
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(doctor)
-
-
 def doctor(
     target: Annotated[
         str | None,

@@ -14,11 +14,6 @@ import typer
 from raydist.errors import UsageError
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(evaluate)
-
-
 def evaluate(
     folder: Annotated[
         str,

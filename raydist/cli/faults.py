@@ -11,11 +11,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(faults)
-
-
 def faults(
     as_json: Annotated[bool, typer.Option("--json", help="JSON Schemas by name.")] = False,
 ) -> None:

@@ -20,11 +20,6 @@ from raydist.errors import UserError
 _STARTER = Path(raydist.__file__).parent / "starter"
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(init)
-
-
 def init(
     folder: Annotated[
         Path, typer.Argument(help="Target folder; created if missing.", show_default="the current folder")

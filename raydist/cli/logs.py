@@ -26,11 +26,6 @@ _NEXT_S, _LATE_S = 1.5, 3.0
 """How long after the end of an attempt, and of a run, lines may still arrive on storage."""
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(logs)
-
-
 def logs(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
     storage: options.Storage = None,

@@ -62,26 +62,30 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-init.register(app)
-train.register(app)
-run.register(app)
-submit.register(app)
-runs.register(app)
-stop.register(app)
-logs.register(app)
-rm.register(app)
-watch.register(app)
-profile.register(app)
-doctor.register(app)
-trace.register(app)
-report.register(app)
-dashboard.register(app)
-sample.register(app)
-evaluate.register(app)
-schema.register(app)
-plan.register(app)
-check.register(app)
-faults.register(app)
+for command in (
+    init.init,
+    train.train,
+    run.run,
+    submit.submit,
+    runs.runs,
+    runs.show,
+    stop.stop,
+    logs.logs,
+    rm.rm,
+    watch.watch,
+    profile.profile,
+    doctor.doctor,
+    trace.trace,
+    report.report,
+    dashboard.dashboard,
+    sample.sample,
+    evaluate.evaluate,
+    schema.schema,
+    plan.plan,
+    check.check,
+    faults.faults,
+):
+    app.command()(command)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(convert.app, name="convert")

@@ -1,6 +1,6 @@
 """The nodes that a sweep will use, for `raydist sweep FILE --dry-run`: their resources, and how many cells train at once.
 
-Runs in: the user's shell. Imports ray and pynvml inside functions.
+Runs in: the user's shell. Imports ray inside functions.
 """
 
 from __future__ import annotations
@@ -87,16 +87,9 @@ def _cpus() -> int:
 
 
 def _gpus() -> int:
-    import pynvml
+    from raydist.cluster.node_facts import host_gpus
 
-    try:
-        pynvml.nvmlInit()
-        try:
-            count = int(pynvml.nvmlDeviceGetCount())
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return 0
+    count = len(host_gpus()[0])
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return count if allowed is None else min(count, len([one for one in allowed.split(",") if one.strip()]))
 

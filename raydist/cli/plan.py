@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(plan)
-
-
 def plan(
     spec: Annotated[Path, typer.Argument(help="The job: a YAML file.", show_default=False)],
     overrides: Annotated[

@@ -15,11 +15,6 @@ import typer
 from raydist.cli import options
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(profile)
-
-
 def profile(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
     storage: options.Storage = None,

@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from raydist.run.sweep_directory import SweepDir
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(rm)
-
-
 def rm(
     names: Annotated[
         list[str],

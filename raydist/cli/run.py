@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(run)
-
-
 def run(
     script: Annotated[Path, typer.Argument(help="A Python script with a session of raydist.own.", show_default=False)],
     arguments: options.Arguments = None,
@@ -37,7 +32,11 @@ def run(
     gpus: options.Gpus = None,
     overrides: options.Overrides = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the run; default: the script's. The same name and storage continue it.")
+        str | None,
+        typer.Option(
+            callback=options.named,
+            help="Name of the run; default: the script's. The same name and storage continue it.",
+        ),
     ] = None,
     storage: options.Storage = None,
     address: options.Address = None,

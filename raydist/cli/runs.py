@@ -14,12 +14,6 @@ from raydist.cli import options
 from raydist.printable import printable
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    app.command()(runs)
-    app.command()(show)
-
-
 def runs(
     storage: options.Storage = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,

@@ -18,11 +18,6 @@ from raydist.redact import beside
 from raydist.run.directory import SPEC, resolve
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(sample)
-
-
 def sample(
     run: Annotated[
         str,

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(schema)
-
-
 def schema(
     job: Annotated[
         Path | None,

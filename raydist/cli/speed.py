@@ -110,17 +110,9 @@ def slowest(resources: Mapping[str, float]) -> Device | str:
 
 def of_host() -> Device | str:
     """The first GPU of this machine, or why its speed is not known."""
-    import pynvml
+    from raydist.cluster.node_facts import host_gpus
 
-    try:
-        pynvml.nvmlInit()
-        try:
-            name = str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        name = None
-    return by_name(name)
+    return by_name(next(iter(host_gpus()[0]), None))
 
 
 def estimate_speed(gpu: str | None, cluster: Mapping[str, float] | None) -> EstimateSpeed | None:

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from raydist.api.stopping import Driven
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(stop)
-
-
 def stop(
     run: Annotated[
         str, typer.Argument(help="A run's or a sweep's name, or its folder's path or URI.", show_default=False)

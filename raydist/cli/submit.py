@@ -35,11 +35,6 @@ _STOP_S = 120
 """How long `ray job stop` waits before it kills the driver, which saves a checkpoint first. Ray's default is 3 s."""
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(submit)
-
-
 def submit(
     spec: Annotated[
         Path,

@@ -17,11 +17,6 @@ from raydist.cli import options, output
 from raydist.run.requests import MOST_STEPS
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(trace)
-
-
 def trace(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
     storage: options.Storage = None,

@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(train)
-
-
 def train(
     spec: Annotated[Path, typer.Argument(help="The job: a YAML file.", show_default=False)],
     overrides: options.Overrides = None,

@@ -14,11 +14,6 @@ import typer
 from raydist.cli import options
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the command."""
-    app.command()(watch)
-
-
 def watch(
     run: Annotated[str, typer.Argument(help="A run folder's path or URI, or a run's name.", show_default=False)],
     storage: options.Storage = None,

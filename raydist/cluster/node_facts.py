@@ -30,7 +30,7 @@ def look(address: str, disk: str | None = None) -> dict[str, Any]:
     of the interface with that address does not say it; `clock`: Unix seconds."""
     import psutil
 
-    models, driver = _gpus()
+    models, driver = host_gpus()
     return {
         "cpus": os.cpu_count(),
         "gpus": len(models),
@@ -51,7 +51,7 @@ def _free(folder: str | None) -> float:
     return 0.0
 
 
-def _gpus() -> tuple[list[str], str]:
+def host_gpus() -> tuple[list[str], str]:
     """The models of this host's GPUs, and the version of their driver."""
     import pynvml
 

@@ -22,7 +22,7 @@ import xxhash
 
 from raydist.data.chat_template import ChatFormat
 from raydist.errors import DataError
-from raydist.parsing import parse_json
+from raydist.parsing import DAMAGED, parse_json
 from raydist.storage import Storage
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
@@ -203,7 +203,7 @@ def read(storage: Storage) -> DatasetIndex:
             f"{storage.uri} is not a prepared dataset: it has no {INDEX}",
             "`raydist data prepare SRC --out DIR` creates one, or finishes an interrupted one",
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGED as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{storage.uri}/{INDEX} is damaged: {error}", "delete it and prepare it again") from error

@@ -17,7 +17,7 @@ from typing import Any
 
 from raydist.data.batches import Cursor
 from raydist.errors import StorageError
-from raydist.parsing import parse_json
+from raydist.parsing import DAMAGED, parse_json
 from raydist.run.directory import LEDGER, RunDir
 
 
@@ -67,7 +67,7 @@ def read(run: RunDir) -> list[Entry]:
     for name in run.storage.files(LEDGER):
         try:
             found.append(Entry.from_dict(parse_json(run.storage.read(name))))
-        except (ValueError, KeyError, TypeError) as error:
+        except DAMAGED as error:
             raise StorageError(
                 f"{run.uri}/{name} is not a valid entry of the ledger: {error}", "restore it from a copy"
             ) from error

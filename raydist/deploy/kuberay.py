@@ -16,9 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
-from raydist.deploy import kuberay_api as api
 from raydist.deploy.nodes import Nodes
 from raydist.errors import UsageError
 from raydist.run.status import LOST_AFTER_S
@@ -30,6 +28,8 @@ _USER = 1000
 _HEAD_CPU, _HEAD_MEMORY, _MOST_RETRIES = "2", "8Gi", 10
 _KEY = re.compile(r"([A-Za-z0-9./_-]+)(?:=([^:]*))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
 _REFUSED = re.compile(r"[^a-z0-9-]+")
+_NAME, _WORD = re.compile(r"(?=.{1,63}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?"), re.compile(r"\S+")
+_QUANTITY, _PATH = re.compile(r"[0-9.]+(m|[KMGT]i?)?"), re.compile(r"/.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,109 +57,123 @@ def manifests(job: JobSpec, run: str, wishes: Wishes) -> str:
             f"--storage {wishes.storage}: no other pod would see it",
             "give a URI such as s3://bucket/runs, or mount a claim that all pods share: --claim NAME:/runs --storage /runs",
         )
-    try:
-        return _manifests(job, run, wishes)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(
-            f"{error.title}.{where}: {first['input']!r} is refused by Kubernetes: {first['msg']}",
-            "names have lower-case letters, digits and dashes; quantities are numbers with a unit such as Gi",
-        ) from None
-
-
-def _manifests(job: JobSpec, run: str, wishes: Wishes) -> str:
     nodes, name = Nodes.of(job), _REFUSED.sub("-", run.lower()).strip("-")[:40].strip("-")
-    meta = api.Meta(name=name, namespace=wishes.namespace)
+    namespace = {} if wishes.namespace is None else {"namespace": _checked("--namespace", wishes.namespace, _NAME)}
     command = ["python", "-m", "raydist", "train", JOB, "--name", run, "--storage", wishes.storage, "--address", "auto"]
     # Of a driver on a lost head only the lease is left.
     command += ["--wait-for-driver", f"{2 * LOST_AFTER_S:g}"]
     stop = ["python", "-m", "raydist", "stop", run, "--storage", wishes.storage]
     leave = ["python", "-m", "raydist.cluster.leave", str(nodes.grace_s)]
-    head = _pod(job, name, nodes, wishes, stop, {"cpu": _HEAD_CPU, "memory": _HEAD_MEMORY}, head=True)
     has = {"cpu": str(nodes.cpus)}
     if nodes.memory_gib:
         has["memory"] = _gib(nodes.memory_gib)
     if nodes.gpus:
         has["nvidia.com/gpu"] = str(nodes.gpus)
-    has |= dict(_pair(text, "--device") for text in wishes.devices)
+    for device, count in (_pair(text, "--device") for text in wishes.devices):
+        has[device] = _checked("--device", count, _QUANTITY)
     labels = job.cluster.resources.labels
-    made = api.RayJob(
-        metadata=meta,
-        spec=api.RayJobSpec(
-            entrypoint=shlex.join(command),
-            backoff_limit=_MOST_RETRIES if job.recovery.max_failures < 0 else job.recovery.max_failures,
-            ray_cluster_spec=api.ClusterSpec(
-                ray_version=version("ray"),
-                auth_options=api.Auth(secret_name=wishes.token),
-                # No rank on the head's pod, which has no GPUs and the driver.
-                head_group_spec=api.Head(
-                    ray_start_params={"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"}, template=head
-                ),
-                worker_group_specs=[
-                    api.Workers(
-                        group_name="workers",
-                        replicas=nodes.most,
-                        min_replicas=nodes.least,
-                        max_replicas=nodes.most,
-                        labels=labels or None,
-                        ray_start_params={"num-cpus": str(nodes.cpus), "num-gpus": str(nodes.gpus)},
-                        template=_pod(job, name, nodes, wishes, leave, has, head=False),
-                    )
-                ],
-            ),
-        ),
-    )
-    files = api.ConfigMap(
-        metadata=api.Meta(name=f"{name}-job", namespace=wishes.namespace), data={"job.yaml": stored(job)}
-    )
-    return "---\n".join(_yaml(each) for each in (files, made))
+    secret = {} if wishes.token is None else {"secretName": _checked("--token-secret", wishes.token, _NAME)}
+    # No rank on the head's pod, which has no GPUs and the driver.
+    head = {
+        "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
+        "template": _pod(job, name, nodes, wishes, stop, {"cpu": _HEAD_CPU, "memory": _HEAD_MEMORY}, head=True),
+    }
+    workers = {
+        "groupName": "workers",
+        "replicas": nodes.most,
+        "minReplicas": nodes.least,
+        "maxReplicas": nodes.most,
+        **({"labels": labels} if labels else {}),
+        "rayStartParams": {"num-cpus": str(nodes.cpus), "num-gpus": str(nodes.gpus)},
+        "template": _pod(job, name, nodes, wishes, leave, has, head=False),
+    }
+    files = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{name}-job", **namespace},
+        "data": {"job.yaml": stored(job)},
+    }
+    made = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": name, **namespace},
+        "spec": {
+            "entrypoint": shlex.join(command),
+            "submissionMode": "K8sJobMode",
+            "backoffLimit": _MOST_RETRIES if job.recovery.max_failures < 0 else job.recovery.max_failures,
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": 60,
+            "rayClusterSpec": {
+                "rayVersion": version("ray"),
+                "authOptions": {"mode": "token", **secret},
+                "headGroupSpec": head,
+                "workerGroupSpecs": [workers],
+            },
+        },
+    }
+    return "---\n".join(yaml.safe_dump(each, sort_keys=False, allow_unicode=True) for each in (files, made))
 
 
 def _pod(
     job: JobSpec, name: str, nodes: Nodes, wishes: Wishes, before: list[str], has: Mapping[str, str], *, head: bool
-) -> api.Pod:
+) -> dict[str, Any]:
     """A pod of the head or of a worker. `before`: its preStop hook. `has`: its resources."""
-    volumes = [api.Volume(name="job", config_map=api.ConfigMapSource(name=f"{name}-job"))]
-    mounts = [api.Mount(name="job", mount_path=JOB.rpartition("/")[0], read_only=True)]
+    volumes: list[dict[str, Any]] = [{"name": "job", "configMap": {"name": f"{name}-job"}}]
+    mounts: list[dict[str, Any]] = [{"name": "job", "mountPath": JOB.rpartition("/")[0], "readOnly": True}]
+
+    def mount(volume: str, path: str, source: dict[str, Any]) -> None:
+        volumes.append({"name": volume, **source})
+        mounts.append({"name": volume, "mountPath": path})
+
     for number, text in enumerate(wishes.claims):
         claim, path = _claim(text)
-        volumes.append(api.Volume(name=f"claim-{number}", persistent_volume_claim=api.Claim(claim_name=claim)))
-        mounts.append(api.Mount(name=f"claim-{number}", mount_path=path))
+        mount(f"claim-{number}", path, {"persistentVolumeClaim": {"claimName": _checked("--claim", claim, _NAME)}})
     if not head:
-        size = _gib(nodes.shm_gib) if nodes.shm_gib else None
-        volumes.append(api.Volume(name="shm", empty_dir=api.Empty(medium="Memory", size_limit=size)))
-        mounts.append(api.Mount(name="shm", mount_path="/dev/shm"))
+        size = {"sizeLimit": _gib(nodes.shm_gib)} if nodes.shm_gib else {}
+        mount("shm", "/dev/shm", {"emptyDir": {"medium": "Memory", **size}})
         if job.offload.path is not None:
-            volumes.append(
-                api.Volume(name="nvme", host_path=api.HostPath(path=job.offload.path, type="DirectoryOrCreate"))
-            )
-            mounts.append(api.Mount(name="nvme", mount_path=job.offload.path))
-    fast = not head and bool(wishes.devices)
-    container = api.Container(
-        name="ray-head" if head else "ray-worker",
-        image=wishes.image,
-        env_from=[api.EnvFrom(secret_ref=api.Reference(name=secret)) for secret in wishes.secrets] or None,
-        resources=api.Resources(limits=dict(has), requests=dict(has)),
-        volume_mounts=mounts,
-        lifecycle=api.Lifecycle(pre_stop=api.Handler(exec=api.Exec(command=before))),
-        # RDMA registers memory, which is locked.
-        security_context=api.Security(capabilities=api.Capabilities(add=["IPC_LOCK"])) if fast else None,
-    )
-    annotations = {"k8s.v1.cni.cncf.io/networks": wishes.network} if wishes.network and not head else None
-    return api.Pod(
-        metadata=api.Meta(annotations=annotations) if annotations else None,
-        spec=api.PodSpec(
-            containers=[container],
-            volumes=volumes,
-            security_context=api.PodSecurity(fs_group=_USER) if wishes.claims else None,
-            node_selector=dict(_pair(text, "--node-selector") for text in wishes.selectors) or None
-            if not head
-            else None,
-            tolerations=[_toleration(text) for text in wishes.tolerations] or None if not head else None,
-            termination_grace_period_seconds=nodes.grace_s,
-        ),
-    )
+            path = _checked("offload.path", job.offload.path, _PATH)
+            mount("nvme", path, {"hostPath": {"path": path, "type": "DirectoryOrCreate"}})
+    # Requests equal limits, so that a pod is not removed for its memory before others.
+    container: dict[str, Any] = {
+        "name": "ray-head" if head else "ray-worker",
+        "image": _checked("--image", wishes.image, _WORD),
+        "resources": {"limits": {**has}, "requests": {**has}},
+        "volumeMounts": mounts,
+        "lifecycle": {"preStop": {"exec": {"command": before}}},
+    }
+    if wishes.secrets:
+        names = [_checked("--env-secret", secret, _NAME) for secret in wishes.secrets]
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in names]
+    pod: dict[str, Any] = {
+        "containers": [container],
+        "volumes": volumes,
+        "terminationGracePeriodSeconds": nodes.grace_s,
+    }
+    if wishes.claims:
+        pod["securityContext"] = {"fsGroup": _USER}
+    if head:
+        return {"spec": pod}
+    if wishes.devices:  # RDMA registers memory, which is locked
+        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
+    if wishes.selectors:
+        pod["nodeSelector"] = dict(_pair(text, "--node-selector") for text in wishes.selectors)
+    if wishes.tolerations:
+        pod["tolerations"] = [_toleration(text) for text in wishes.tolerations]
+    if wishes.network is None:
+        return {"spec": pod}
+    network = _checked("--network", wishes.network, _WORD)
+    return {"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": network}}, "spec": pod}
+
+
+def _checked(option: str, text: str, form: re.Pattern[str]) -> str:
+    """`text`, if it has that form. Raises UsageError."""
+    if not form.fullmatch(text):
+        raise UsageError(
+            f"{option}: {text!r} is refused by Kubernetes",
+            "names have lower-case letters, digits and dashes; quantities are numbers with a unit such as Gi",
+        )
+    return text
 
 
 def _claim(text: str) -> tuple[str, str]:
@@ -176,22 +190,16 @@ def _pair(text: str, option: str) -> tuple[str, str]:
     return key, value
 
 
-def _toleration(text: str) -> api.Toleration:
+def _toleration(text: str) -> dict[str, str]:
     found = _KEY.fullmatch(text)
     if found is None:
         raise UsageError(
             f"--toleration {text}: is not KEY[=VALUE][:EFFECT]", "write --toleration nvidia.com/gpu:NoSchedule"
         )
     key, value, effect = found.groups()
-    return api.Toleration.model_validate(
-        {"key": key, "operator": "Exists" if value is None else "Equal", "value": value, "effect": effect}
-    )
+    made = {"key": key, "operator": "Exists" if value is None else "Equal", "value": value, "effect": effect}
+    return {name: each for name, each in made.items() if each is not None}
 
 
 def _gib(amount: float) -> str:
     return f"{math.ceil(amount)}Gi"
-
-
-def _yaml(made: api.Api) -> str:
-    plain: dict[str, Any] = made.model_dump(by_alias=True, exclude_none=True)
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

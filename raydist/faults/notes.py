@@ -12,7 +12,7 @@ from typing import Any
 
 from raydist.errors import StorageError
 from raydist.faults.base import Fault
-from raydist.parsing import parse_json
+from raydist.parsing import DAMAGED, parse_json
 from raydist.printable import printable
 from raydist.run.directory import FAULTS, RunDir
 
@@ -53,5 +53,5 @@ def _read(run: RunDir, name: str) -> dict[str, Any]:
         numbers = {"step": int(made["step"]), "attempt": int(made["attempt"]), "at": float(made["at"])}
         rank = None if made["rank"] is None else int(made["rank"])
         return printable({**made, **numbers, "rank": rank, "fault": str(made["fault"])})
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except DAMAGED as error:
         raise StorageError(f"{run.uri}/{name} is damaged: {error}", "remove that file") from error

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from raydist.planner.facts import Activations, Machine, Model, Traffic
 from raydist.planner.shares import batches, plan_of, replicas, shard_of
 from raydist.planner.traffic import last_share, tensor_traffic, traffic
-from raydist.worker.metrics.flops import PEAK_FLOPS, PEAK_FP32, known_device
+from raydist.worker.metrics.flops import GPUS, known_device
 from raydist.worker.pipeline_schedule import timeline
 
 if TYPE_CHECKING:
@@ -44,46 +44,6 @@ _UPDATE_BYTES = 28
 """Bytes of host memory traffic per parameter: AdamW reads weight, gradient and two moments, and writes all but the gradient."""
 
 _GB = 1e9
-_LINKS: dict[str, tuple[float, float | None, float]] = {
-    "B200": (900, 50, 64),
-    "H200 NVL": (64, None, 64),
-    "H200": (450, 50, 64),
-    "H100 NVL": (64, None, 64),
-    "H100 PCIe": (64, None, 64),
-    "H100": (450, 50, 64),
-    "A100": (300, 25, 32),
-    "L40S": (32, None, 32),
-    "A10": (32, None, 32),
-    "L4": (32, None, 32),
-    "V100": (150, 6.25, 16),
-    "T4": (16, None, 16),
-    "RTX 4090": (32, None, 32),
-    "MI300X": (448, None, 64),
-}
-"""GB/s of a GPU, one way: to the others of its node, its share of the network, to the host. NVIDIA's datasheets add up both ways.
-
-NVLink through switches, else PCIe: a bridge between two cards does not carry a ring of eight. The network is that of NVIDIA's own
-machines, DGX B200, H200 and H100 (400 Gb/s a GPU), A100 (200 Gb/s) and DGX-1 and DGX-2 with V100 (50 Gb/s); cards for PCIe
-come in any machine, and MI300X in those of several makers. MI300X: seven links of 64 GB/s, AMD's data sheet."""
-
-_MEMORY: dict[str, dict[int, float]] = {
-    "B200": {180: 178.3},
-    "H200 NVL": {141: 139.8},
-    "H200": {141: 139.8},
-    "H100 NVL": {94: 93.0},
-    "H100 PCIe": {80: 79.1},
-    "H100": {80: 79.1},
-    "A100": {80: 79.1, 40: 39.4},
-    "L40S": {48: 44.4},
-    "A10": {24: 22.0},
-    "L4": {24: 22.0},
-    "V100": {16: 15.7, 32: 31.7},
-    "T4": {16: 14.5},
-    "RTX 4090": {24: 23.6},
-    "MI300X": {192: 191.6},
-}
-"""GB as they are sold -> GiB as torch counts them (`total_memory`, "total capacity" in its messages); the first, where a name does
-not say. About the least that drivers of the last years leave: error correction and the driver keep the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +72,11 @@ class Device:
         )
 
 
-_BY_NAME = {name.lower().replace(" ", "-"): name for name in PEAK_FLOPS}
+_BY_NAME = {name.lower().replace(" ", "-"): name for name in GPUS}
 NAMES = tuple(
     shown
     for short, name in _BY_NAME.items()
-    for shown in (short, *(f"{short}-{size}" for size in _MEMORY[name] if len(_MEMORY[name]) > 1))
+    for shown in (short, *(f"{short}-{size}" for size in GPUS[name].memory if len(GPUS[name].memory) > 1))
 )
 """As a user writes them; with the GB of memory where there are several of that name."""
 
@@ -126,22 +86,23 @@ def find(name: str) -> Device | None:
     short = re.sub(r"[ _]+", "-", name.strip().lower())
     sizes = [int(found) for found in re.findall(r"(?<=-)(\d+)(?:gb)?(?=-|$)", short)]
     known = _BY_NAME.get(short) or _BY_NAME.get(short.rpartition("-")[0]) or known_device(name)
-    if known is None or (short not in _BY_NAME and known_device(name) is None and not {*sizes} & _MEMORY[known].keys()):
+    if known is None or (
+        short not in _BY_NAME and known_device(name) is None and not {*sizes} & GPUS[known].memory.keys()
+    ):
         return None
-    node, network, host = _LINKS[known]
+    gpu = GPUS[known]
+    node, network = gpu.node, gpu.network
     if "pcie" in short:
-        node, network = host, None  # an A100 may be one: its name says so
-    memory = next(
-        (_MEMORY[known][size] for size in sizes if size in _MEMORY[known]), next(iter(_MEMORY[known].values()))
-    )
+        node, network = gpu.host, None  # an A100 may be one: its name says so
+    memory = next((gpu.memory[size] for size in sizes if size in gpu.memory), next(iter(gpu.memory.values())))
     return Device(
         known,
-        PEAK_FLOPS[known],
-        PEAK_FP32[known],
+        gpu.half,
+        gpu.fp32,
         EFFICIENCY,
         node * _GB,
         None if network is None else network * _GB,
-        host * _GB,
+        gpu.host * _GB,
         int(memory * 2**30),
     )
 

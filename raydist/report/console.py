@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console as Rich
@@ -148,9 +147,7 @@ class Console:
                 self._live = self._begin()
             self._starting = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._started()
         if self._snapshot is not None:
             self._draw(self._snapshot)

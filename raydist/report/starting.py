@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, cast
 
 from rich.console import Console as Rich
@@ -72,7 +71,7 @@ class Starting:
     def __enter__(self) -> Starting:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.hide()
 
     def stage(self, name: str, words: str | None = None) -> None:

@@ -23,11 +23,10 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from raydist.errors import Fenced, StorageError, UsageError
-from raydist.parsing import parse_json
+from raydist.parsing import DAMAGED, parse_json
 from raydist.run.directory import DRIVERS, Folder, RunDir
 from raydist.run.status import LOST_AFTER_S, gone, this_process
 from raydist.storage import NO_FOLDER
@@ -130,7 +129,7 @@ class DriverLease:
     def __enter__(self) -> DriverLease:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def _renew(self) -> None:
@@ -259,7 +258,7 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
         driver = {**found["driver"], "host": str(found["driver"]["host"]), "pid": int(found["driver"]["pid"])}
         known = {"key": str(found["key"]), "renewed_at": float(found["renewed_at"]), "ended": bool(found["ended"])}
         return {**found, **known, "driver": {**driver, "since": float(driver["since"])}}
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except DAMAGED:
         return None
 
 

@@ -15,15 +15,15 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raydist.errors import StorageError
-from raydist.parsing import LINE_BYTES, parse_json
-from raydist.records import Event
+from raydist.parsing import DAMAGED, LINE_BYTES, parse_json
+from raydist.records import Event, StepRecord
 from raydist.redact import redact
 from raydist.run import event_fields
 from raydist.run.directory import EVENTS, METRICS, RunDir
@@ -61,20 +61,7 @@ FIELDS: dict[str, tuple[pa.DataType, str]] = {
     "sync_bytes": (pa.int64(), "bytes that rank 0 sent for the last outer step; null before one"),
 }
 """The columns of a segment: the fields of records.StepRecord, in order."""
-NULLABLE = frozenset(
-    {
-        "grad_noise_scale",
-        "expert_imbalance",
-        "exchanged_bytes",
-        "residual_norm",
-        "compression_error",
-        "sent_bytes",
-        "saved_bytes",
-        "local_step",
-        "sync_seconds",
-        "sync_bytes",
-    }
-)
+NULLABLE = frozenset(each.name for each in fields(StepRecord) if each.default is None)
 """Columns that may be missing in a record, or in a segment of an earlier version."""
 
 SCHEMA = pa.schema(
@@ -122,14 +109,7 @@ def read_segments(run: RunDir) -> list[Segment]:
             found.append(Segment(number, int(head["attempt"]), int(head["after_step"]), rows))
         except StorageError:
             raise
-        except (
-            pa.ArrowException,
-            KeyError,
-            TypeError,
-            ValueError,
-            OverflowError,
-            OSError,
-        ) as error:  # OSError: a damaged page
+        except (*DAMAGED, pa.ArrowException, OSError) as error:  # OSError: a damaged page
             raise StorageError(
                 f"cannot read {run.uri}/{name}: {error}", "move the file away to continue without its steps"
             ) from error
@@ -175,15 +155,7 @@ def events_in(data: bytes, where: str) -> list[Event]:
             event = Event.from_dict(parse_json(line, LINE_BYTES))
             event_fields.check(event.kind, event.at, event.data)
             events.append(event)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-            AssertionError,
-        ) as error:
+        except DAMAGED as error:
             raise StorageError(f"{where}: line {number} is not an event: {error}", "remove that line") from error
     return events
 

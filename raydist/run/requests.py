@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal, cast
 
-from raydist.parsing import LINE_BYTES, NAME, parse_json
+from raydist.parsing import DAMAGED, LINE_BYTES, NAME, parse_json
 from raydist.records import Event
 from raydist.run.directory import REQUESTS, TRACES, RunDir
 
@@ -155,7 +155,7 @@ def _requests(run: RunDir) -> list[Request]:
                 ):
                     continue
                 found.append(Request(what, int(match[2]), at, until, str(body.get("by", ""))[:NAME], steps))
-            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            except (*DAMAGED, FileNotFoundError):
                 continue  # withdrawn in the meantime, of another version, or damaged
     return sorted(found, key=lambda request: (request.what, request.number))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from raydist.errors import StorageError
-from raydist.parsing import parse_json
+from raydist.parsing import DAMAGED, parse_json
 from raydist.printable import printable
 from raydist.records import Status
 from raydist.redact import redact
@@ -62,7 +62,7 @@ def last_word(run: RunDir) -> dict[str, Any] | None:
         return {**state, **facts, "workers": workers}
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except DAMAGED as error:
         raise StorageError(
             f"{run.uri}/{STATE} is damaged: {error}", "remove the file: the next start writes it"
         ) from error

@@ -27,7 +27,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from raydist.errors import StorageError
-from raydist.parsing import LINE_BYTES, parse_json
+from raydist.parsing import DAMAGED, LINE_BYTES, parse_json
 from raydist.printable import printable
 from raydist.records import Event
 from raydist.run.directory import SWEEP_CELLS, Folder, RunDir, check_name, elsewhere, existing, is_place, not_found
@@ -116,7 +116,7 @@ class SweepDir(Folder):
     def _reading(self, where: str) -> Iterator[None]:
         try:
             yield
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except DAMAGED as error:
             raise StorageError(
                 f"{self.uri}/{where} is not a cell: {error}", "start the sweep under another name"
             ) from error

@@ -26,7 +26,7 @@ from tests.training import alone
 
 ANSWERS = {"hello": "hello yourself", "what is a rank?": "one process", "count": "1 2 3"}
 app = typer.Typer()
-sample.register(app)
+app.command()(sample.sample)
 app.command("other")(lambda: None)
 runner = CliRunner()
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def call(*arguments: str) -> list[str]:
     """Lines on stdout; its exceptions are not caught."""
     app = typer.Typer()
-    init.register(app)
+    app.command()(init.init)
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False).stdout.splitlines()
 
 

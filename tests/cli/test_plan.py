@@ -34,7 +34,7 @@ cluster: {workers: 2}
 def call(*arguments: str | Path) -> str:
     """Stdout of the command; its exceptions are not caught."""
     app = typer.Typer()
-    plan.register(app)
+    app.command()(plan.plan)
     done = CliRunner(env={"COLUMNS": "60"}).invoke(app, [str(a) for a in arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

@@ -32,7 +32,7 @@ KEYS = [
 def call(*arguments: str) -> str:
     """Stdout of the command; its exceptions are not caught."""
     app = typer.Typer()
-    command.register(app)
+    app.command()(command.report)
     done = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -112,7 +112,7 @@ def test_what_cannot_be_done(run: RunDir, tmp_path: Path) -> None:
 def test_report_loads_neither_ray_nor_torch(run: RunDir) -> None:
     """The command needs no cluster: neither library is imported."""
     script = (
-        "import sys, typer; from raydist.cli import report; app = typer.Typer(); report.register(app)\n"
+        "import sys, typer; from raydist.cli import report; app = typer.Typer(); app.command()(report.report)\n"
         "app([sys.argv[1]], standalone_mode=False)\n"
         "print(sorted({n.partition('.')[0] for n in sys.modules} & {'ray', 'torch', 'tensorboard'}))\n"
     )

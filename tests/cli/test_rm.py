@@ -44,7 +44,7 @@ def home(tmp_path: Path) -> Path:
 def call(home: Path, *arguments: str) -> Any:
     """The result of the command; its exceptions are not caught."""
     app = typer.Typer()
-    rm.register(app)
+    app.command()(rm.rm)
     return CliRunner().invoke(app, [*arguments, "--storage", str(home)], catch_exceptions=False)
 
 
@@ -127,7 +127,7 @@ def test_on_an_object_store(s3: Any) -> None:
         "state.json", b'{"status": "finished", "heartbeat_at": 0, "driver": {"host": "h", "pid": 1}, "step": 3}'
     )
     app = typer.Typer()
-    rm.register(app)
+    app.command()(rm.rm)
     done = CliRunner().invoke(app, ["a", "--yes", "--storage", home.full_uri], catch_exceptions=False)
     assert done.exit_code == 0
     assert not run.exists()

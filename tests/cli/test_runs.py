@@ -33,7 +33,8 @@ KEYS = [
 def call(*arguments: str) -> str:
     """Stdout of the command; its exceptions are not caught."""
     app = typer.Typer()
-    runs.register(app)
+    app.command()(runs.runs)
+    app.command()(runs.show)
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(arguments), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -156,7 +157,7 @@ def test_no_such_run(run: RunDir) -> None:
 def test_show_loads_neither_ray_nor_torch(run: RunDir) -> None:
     """The command needs no cluster: neither library is imported."""
     script = (
-        "import sys, typer; from raydist.cli import runs; app = typer.Typer(); runs.register(app)\n"
+        "import sys, typer; from raydist.cli import runs; app = typer.Typer(); app.command()(runs.runs); app.command()(runs.show)\n"
         "loaded = sorted({n.partition('.')[0] for n in sys.modules} & {'ray', 'torch', 'pyarrow', 'pandas'})\n"
         "app(['show', sys.argv[1], '--json'], standalone_mode=False)\n"
         "print(loaded, sorted({n.partition('.')[0] for n in sys.modules} & {'ray', 'torch', 'pandas', 'tensorboard'}))\n"

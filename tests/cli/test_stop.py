@@ -48,7 +48,7 @@ def state(run: RunDir, status: str) -> None:
 def call(*arguments: str) -> Any:
     """The result of the command; its exceptions are not caught."""
     app = typer.Typer()
-    stop.register(app)
+    app.command()(stop.stop)
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 

@@ -72,7 +72,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
 
 def call(*arguments: str) -> Any:
     app = typer.Typer()
-    trace.register(app)
+    app.command()(trace.trace)
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, list(arguments), catch_exceptions=False)
 
 

@@ -140,7 +140,7 @@ def test_mfu_has_the_devices_peak() -> None:
     name = torch.cuda.get_device_name(0)
     peak = flops.peak_flops(name)
     if peak is None:
-        pytest.skip(f"{name} is not in raydist.worker.metrics.flops.PEAK_FLOPS")
+        pytest.skip(f"{name} is not in raydist.worker.metrics.flops.GPUS")
     told = capacity(job(), alone(), Trainer(job()).model)
     assert told is not None
     assert told["peak_flops"] == peak

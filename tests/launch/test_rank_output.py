@@ -163,7 +163,7 @@ def run(tmp_path: Path) -> RunDir:
 def call(*arguments: str) -> Any:
     """Runs the command; its exceptions propagate."""
     app = typer.Typer()
-    logs.register(app)
+    app.command()(logs.logs)
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 

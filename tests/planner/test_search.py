@@ -172,7 +172,7 @@ train: {steps: 1, global_batch: 8, micro_batch: 2}
 
 def call(*arguments: Any) -> str:
     app = typer.Typer()
-    plan.register(app)
+    app.command()(plan.plan)
     done = CliRunner(env={"COLUMNS": "60"}).invoke(app, [str(a) for a in arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

@@ -106,7 +106,7 @@ def test_every_metric_is_documented() -> None:
 def call(*arguments: str) -> str:
     """Stdout of the command."""
     app = typer.Typer()
-    command.register(app)
+    app.command()(command.profile)
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(arguments), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

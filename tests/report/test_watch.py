@@ -141,7 +141,7 @@ def test_shares() -> None:
 def call(*arguments: str) -> str:
     """Stdout of the command."""
     app = typer.Typer()
-    command.register(app)
+    app.command()(command.watch)
     done = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

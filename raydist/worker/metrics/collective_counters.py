@@ -145,6 +145,9 @@ class CollectiveCounters:
         self._open: OrderedDict[int, Call] = OrderedDict()
         """Calls on the host's clock that have not been waited for, by the id of their work, which is alive while code may wait."""
         self._backward: list[tuple[Clock, Call]] | None = None
+        self._usual = 0
+        """Calls of the newest backward pass that made any."""
+        self._shown: dict[str, float] = {}
         self.problem: str | None = None
         """The error after which counting stopped; it does not affect the run."""
         self._undo: list[Callable[[], None]] = []
@@ -182,16 +185,30 @@ class CollectiveCounters:
             yield
         finally:
             self._backward = None
+        self._usual = len(issued) or self._usual
         for clock in self._clocks.values():
             self._safely(clock.backward, [call for its, call in issued if its is clock and not call.waited])
 
     def totals(self) -> dict[str, Total]:
-        """The totals so far, by kind. May be called in any thread."""
+        """The totals so far, by kind, on the host with the wait that has not ended: else the time that a rank waits for a slow one
+        would show as computing until it is over. May be called in any thread."""
         for clock in self._clocks.values():
             self._safely(clock.settle)
         self._add_up()
         with self._lock:
-            return {op: replace(total) for op, total in self._totals.items()}
+            made = {op: replace(total) for op, total in self._totals.items()}
+            waits = self._safely(self._exposing)
+            if waits is not None:
+                made.setdefault(waits[0], Total()).exposed_seconds += waits[1]
+            for op, total in made.items():  # a pass with more collectives than the last one was taken to wait too early
+                self._shown[op] = total.exposed_seconds = max(total.exposed_seconds, self._shown.get(op, 0.0))
+            return made
+
+    def _exposing(self) -> tuple[str, float] | None:
+        host, issued = self._clocks["cpu"], list(self._backward or ())
+        assert isinstance(host, HostClock)
+        calls = [call for clock, call in issued if clock is host and not call.waited]
+        return host.exposing(calls if 0 < self._usual <= len(issued) else [])
 
     def _counted(self, name: str) -> Callable[..., Any]:
         operator = getattr(torch.ops.c10d, name).default

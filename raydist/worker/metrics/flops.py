@@ -9,52 +9,59 @@ appendix B).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-PEAK_FLOPS: dict[str, float] = {
-    "B200": 2.25e15,
-    "H200 NVL": 836e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-    "L4": 121e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "RTX 4090": 165.2e12,
-    "MI300X": 1307.4e12,
-}
-"""Dense bf16 tensor-core FLOP/s by the words of a device name; the first entry whose words all occur matches. V100, T4: fp16,
-because they have no bf16.
 
-NVIDIA's data sheets give the figure with 2:4 sparsity, which training does not use: half of it is here. The tables of torchtitan
-and nanochat agree for the GPUs that they have. RTX 4090: Ada white paper, with fp32 accumulation. MI300X: AMD's data sheet. For a
-GPU that is not here no MFU is shown.
+class Gpu(NamedTuple):
+    """Of one GPU: FLOP/s, and GB/s one way.
+
+    `half`: dense bf16 on tensor cores, fp16 where it has no bf16 (V100, T4). `fp32`: without tensor cores, because torch does not
+    use TF32 by default. `node`: to the others of its node; `network`: its share of the network, None if unknown; `host`: to the
+    host. `memory`: GB as they are sold -> GiB as torch counts them (`total_memory`, "total capacity" in its messages).
+    """
+
+    half: float
+    fp32: float
+    node: float
+    network: float | None
+    host: float
+    memory: Mapping[int, float]
+
+
+GPUS: dict[str, Gpu] = {
+    "B200": Gpu(2.25e15, 75e12, 900, 50, 64, {180: 178.3}),
+    "H200 NVL": Gpu(836e12, 60e12, 64, None, 64, {141: 139.8}),
+    "H200": Gpu(989e12, 67e12, 450, 50, 64, {141: 139.8}),
+    "H100 NVL": Gpu(835e12, 60e12, 64, None, 64, {94: 93.0}),
+    "H100 PCIe": Gpu(756e12, 51e12, 64, None, 64, {80: 79.1}),
+    "H100": Gpu(989e12, 67e12, 450, 50, 64, {80: 79.1}),
+    "A100": Gpu(312e12, 19.5e12, 300, 25, 32, {80: 79.1, 40: 39.4}),
+    "L40S": Gpu(362e12, 91.6e12, 32, None, 32, {48: 44.4}),
+    "A10": Gpu(125e12, 31.2e12, 32, None, 32, {24: 22.0}),
+    "L4": Gpu(121e12, 30.3e12, 32, None, 32, {24: 22.0}),
+    "V100": Gpu(125e12, 15.7e12, 150, 6.25, 16, {16: 15.7, 32: 31.7}),
+    "T4": Gpu(65e12, 8.1e12, 16, None, 16, {16: 14.5}),
+    "RTX 4090": Gpu(165.2e12, 82.6e12, 32, None, 32, {24: 23.6}),
+    "MI300X": Gpu(1307.4e12, 163.4e12, 448, None, 64, {192: 191.6}),
+}
+"""By the words of a device name; the first entry whose words all occur matches. For a GPU that is not here no MFU is shown.
+
+FLOP/s: NVIDIA's data sheets give the figure with 2:4 sparsity, which training does not use: half of it is here. The tables of
+torchtitan and nanochat agree for the GPUs that they have. RTX 4090: Ada white paper, with fp32 accumulation. MI300X: AMD's data
+sheet.
+
+GB/s: NVIDIA's datasheets add up both ways. NVLink through switches, else PCIe: a bridge between two cards does not carry a ring of
+eight. The network is that of NVIDIA's own machines, DGX B200, H200 and H100 (400 Gb/s a GPU), A100 (200 Gb/s) and DGX-1 and DGX-2
+with V100 (50 Gb/s); cards for PCIe come in any machine, and MI300X in those of several makers. MI300X: seven links of 64 GB/s,
+AMD's data sheet.
+
+Memory: the first size, where a name does not say it. About the least that drivers of the last years leave: error correction and the
+driver keep the rest.
 """
-
-PEAK_FP32: dict[str, float] = {
-    "B200": 75e12,
-    "H200 NVL": 60e12,
-    "H200": 67e12,
-    "H100 NVL": 60e12,
-    "H100 PCIe": 51e12,
-    "H100": 67e12,
-    "A100": 19.5e12,
-    "L40S": 91.6e12,
-    "A10": 31.2e12,
-    "L4": 30.3e12,
-    "V100": 15.7e12,
-    "T4": 8.1e12,
-    "RTX 4090": 82.6e12,
-    "MI300X": 163.4e12,
-}
-"""The same in fp32, from the same data sheets: without tensor cores, because torch does not use TF32 by default."""
 
 
 def attention_flops(heads: int, qk: int, v: int, tokens: int) -> float:
@@ -88,17 +95,17 @@ def flops_per_token(model: nn.Module, context: int) -> float:
 
 
 def known_device(device_name: str) -> str | None:
-    """The entry of the tables for a device's name, as the GPU driver reports it; None if there is no entry."""
+    """The entry of GPUS for a device's name, as the GPU driver reports it; None if there is no entry."""
     words = set(device_name.replace("-", " ").split())
     if not words.isdisjoint({"MIG", "Laptop", "D"}):
         return None  # a slice of a GPU, or a slower variant, also has the GPU's name
-    return next((name for name in PEAK_FLOPS if set(name.split()) <= words), None)
+    return next((name for name in GPUS if set(name.split()) <= words), None)
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device, by its name as the GPU driver reports it; None if it is not in the table."""
+    """Dense bf16 FLOP/s of a device, by its name as the GPU driver reports it; None if it is not in GPUS."""
     name = known_device(device_name)
-    return None if name is None else PEAK_FLOPS[name]
+    return None if name is None else GPUS[name].half
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, device_name: str, devices: int) -> float | None:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from raydist import pysource
 from raydist.errors import UserError
-from raydist.parsing import parse_json
+from raydist.parsing import DAMAGED, parse_json
 from raydist.spec.parts import Part, problem
 from raydist.worker.model._decoder import append, draw
 from raydist.worker.model._rotary import packed_mask, packed_positions
@@ -149,13 +149,7 @@ def build(spec: ModelSpec, vocab_size: int) -> Transformers:
             )
         else:
             inner = AutoModelForCausalLM.from_config(_config(AutoConfig, spec, vocab_size), dtype=torch.float32)
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        OSError,
-        KeyError,
-    ) as error:  # what the library raises for a bad config
+    except (*DAMAGED, OSError) as error:  # what the library raises for a bad config
         text = " ".join(str(error).split())[:300]
         raise UserError(
             f"model.options: transformers cannot build this model: {type(error).__name__}: {text}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -168,6 +169,55 @@ def test_exposed_buckets_of_ddp(ranks: Any) -> None:
     assert count == 5
     assert 0.25 < exposed <= seconds, "rank 0 had nothing left to do while it waited"
     assert late < 0.2, "rank 1 came last to all but its last buckets"
+
+
+def looked_at(rank: Rank, backward: bool) -> list[float]:
+    """Rank 1 makes rank 0 wait until a thread of rank 0 has seen the wait in its totals, or for a minute. Exposed seconds: before,
+    then, and after it."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(3)])
+    ddp, x = DistributedDataParallel(model, bucket_cap_mb=1), torch.randn(2, 512)
+    log, found = CollectiveCounters(rank.device), list[float]()
+    log.install()
+
+    def exposed() -> float:
+        return log.totals()["all_reduce"].exposed_seconds
+
+    def look() -> None:
+        deadline = time.monotonic() + 60
+        while exposed() < found[0] + 0.05 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found.append(exposed())
+        dist.barrier(group=rank.control)
+
+    def passes() -> None:
+        loss = ddp(x).sum()
+        with log.backward():
+            loss.backward()
+
+    for _ in range(3):  # DDP rebuilds its buckets after the first
+        passes()
+    dist.barrier()
+    found.append(exposed())
+    looking = threading.Thread(target=look)
+    if rank.rank == 0:
+        looking.start()
+    elif backward:
+        next(iter(model.parameters())).register_hook(lambda grad: dist.barrier(group=rank.control) and None)
+    else:
+        dist.barrier(group=rank.control)
+    passes() if backward else dist.all_reduce(torch.ones(N))
+    if rank.rank == 0:
+        looking.join()
+    log.close()
+    return [*found, exposed()]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_wait_shows_while_it_lasts(ranks: Any, backward: bool) -> None:
+    """In `Work.wait`, and in the engine of a backward pass, which waits in C++: else a reading in the middle of it would count the
+    wait as computing, and the next one twice of it as waiting."""
+    (before, then, after), _ = ranks.run(looked_at, 2, backward)
+    assert before + 0.05 <= then <= after
 
 
 def traced(rank: Rank) -> Any:

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raydist import registry
 from raydist.spec import ModelSpec
-from raydist.worker.metrics.flops import PEAK_FLOPS, attention_flops, flops_per_token, mfu, peak_flops
+from raydist.worker.metrics.flops import GPUS, attention_flops, flops_per_token, mfu, peak_flops
 
 
 def test_formula():
@@ -80,7 +80,7 @@ def test_peak_by_device_name(name, peak):
 
 def test_narrower_names_come_first():
     """No entry is hidden behind an earlier one that also matches."""
-    names = list(PEAK_FLOPS)
+    names = list(GPUS)
     for i, name in enumerate(names):
         assert not any(set(earlier.split()) <= set(name.split()) for earlier in names[:i]), name
 

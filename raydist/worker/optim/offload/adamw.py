@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -256,9 +255,7 @@ class OffloadedAdamW(AdamW):
     def __enter__(self) -> OffloadedAdamW:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- checks

@@ -1,7 +1,6 @@
 """The part of KubeRay's API (ray.io/v1, KubeRay 1.5 or newer) and of Kubernetes' pods that raydist uses, as strict models.
 
-Runs anywhere. A field that they lack, or a name that Kubernetes refuses, is an error when a manifest is made, not when it is
-applied. Each class has the name of the API's type in its docstring.
+A field that they lack, or a name that Kubernetes refuses, is an error. Each class has the name of the API's type in its docstring.
 """
 
 from __future__ import annotations
