@@ -166,6 +166,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     from raydist.worker.distributed import Rank
+    from tests import tensor_pickle
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -203,7 +204,7 @@ def _serve(pipe: Connection) -> None:
             os._exit(1)  # some objects of torch keep their groups, and peers wait until these are closed
         if world > 1 and dist.is_initialized():
             dist.destroy_process_group()
-        pipe.send_bytes(pickle.dumps(result))
+        pipe.send_bytes(tensor_pickle.dumps(result))
         del result
         if len(os.listdir("/proc/self/task")) > 40:
             _forget_groups(caches)

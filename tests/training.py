@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -41,6 +42,7 @@ from raydist.worker.parameter_table import TensorTable, gather_parameters
 from raydist.worker.precision import Precision
 from raydist.worker.step import TrainStep
 from raydist.worker.step_hooks import BeforeUpdate
+from tests import tensor_pickle
 
 DEVICE = torch.device(os.environ.get("RAYDIST_TEST_DEVICE", "cpu"))
 """Of all ranks: see tests/gpu/README.md."""
@@ -237,8 +239,7 @@ def gather_parts(parts: Mapping[str, torch.Tensor | None], rank: Rank, table: Te
     shared = [name for name in parts if not table.held_by_all(name)]
     boxes: dict[str, tuple[Box | None, ...]] = {}
     if shared:
-        every: list[Any] = [None] * rank.world_size
-        dist.all_gather_object(every, [_box(parts[name]) for name in shared], group=rank.control)
+        every = _from_all([_box(parts[name]) for name in shared], rank)
         boxes = dict(zip(shared, zip(*every, strict=True), strict=True))
     found = {}
     for name, part in parts.items():
@@ -255,9 +256,13 @@ def gathered(tensor: torch.Tensor, rank: Rank) -> torch.Tensor:
     """A copy of the whole tensor; a collective if it is a DTensor."""
     if not isinstance(tensor, DTensor):
         return tensor.cpu() if tensor.is_cuda else tensor.clone()
+    return _joined([*_from_all(_box(tensor), rank), _box(tensor)], tensor.shape)
+
+
+def _from_all(value: object, rank: Rank) -> list[Any]:
     every: list[Any] = [None] * rank.world_size
-    dist.all_gather_object(every, _box(tensor), group=rank.control)
-    return _joined([*every, _box(tensor)], tensor.shape)
+    dist.all_gather_object(every, tensor_pickle.dumps(value), group=rank.control)
+    return [pickle.loads(each) for each in every]
 
 
 Box = tuple[Sequence[int], torch.Tensor]

@@ -75,7 +75,7 @@ class Sampled(TorchDispatchMode):
 
 
 class OneStep:
-    """A model under a strategy on this rank, after a first step, so that optimizer state exists. `passes`: see `Work`."""
+    """A model under a strategy on this rank; called, it trains a step. `passes`: see `Work`."""
 
     trains = True
 
@@ -98,7 +98,6 @@ class OneStep:
         shards = self.strategy.shards()
         self.shards = shards if self.split is None else self.split.shards(shards)
         self.optimizer = optimizers.build(self.shards, spec.optim, rank.device)
-        self()
 
     def _example(self, module: nn.Module, samples: int = 1, part: bool = False) -> Tensor:
         tokens = self.batches[0].tokens[:1].expand(samples, -1)
@@ -134,25 +133,24 @@ class OneStep:
 
 def figures(rank: Rank, spec: JobSpec) -> dict[str, float]:
     """Bytes that this rank holds and sends in a step. gradients: the most after any backward pass; peak: of malloc, above what the
-    step began with; whole_peak: above what the process had before the model was built."""
-    OneStep(rank, spec)  # imports and caches of a process's first step do not count
+    second step began with, when optimizer state exists; whole_peak: above what the process had before the model was built."""
+    OneStep(rank, smaller(spec))()  # imports and caches of a process's first step do not count
     gc.collect()
     before = Sampled().most
     step = OneStep(rank, spec)
+    step()
+    gc.collect()
     counters, gradients = CollectiveCounters(rank.device), [0]
     step.looked = lambda: gradients.append(step.held().gradients)
     counters.install()
     try:
-        step()
+        with Sampled() as sampled:
+            begun = sampled.most
+            step()
         sent = sum(total.wire_bytes for total in counters.totals().values())
     finally:
         counters.close()
-    step.looked = lambda: None
-    gc.collect()
     held = step.held()
-    with Sampled() as sampled:
-        begun = sampled.most
-        step()
     return {
         "parameters": held.parameters,
         "gradients": max(gradients),
@@ -161,6 +159,14 @@ def figures(rank: Rank, spec: JobSpec) -> dict[str, float]:
         "peak": sampled.most - begun,
         "whole_peak": sampled.most - before,
     }
+
+
+def smaller(spec: JobSpec) -> JobSpec:
+    """A job on the same mesh with as few blocks as it cuts, and one micro-batch of the same size."""
+    model = spec.model.model_copy(update={"layers": spec.parallel.pipeline * spec.parallel.chunks})
+    replicas = spec.cluster.most // spec.parallel.replica
+    train = spec.train.model_copy(update={"global_batch": spec.train.micro_batch * replicas})
+    return spec.model_copy(update={"model": model, "train": train})
 
 
 def on_mesh(
