@@ -46,7 +46,7 @@ def play(scenario: Scenario, seed: int, wide: bool) -> Score:
     """Simulates one scenario."""
     rng = np.random.default_rng([seed, 0xD0C, *scenario.name.encode()])
     nodes = scenario.nodes
-    ranks = int(rng.choice([2, 3, 4, 8] if nodes == 1 else [2, 4, 8]))
+    ranks = int(rng.choice(scenario.ranks or ([2, 3, 4, 8] if nodes == 1 else [2, 4, 8])))
     step_s = float(rng.uniform(*scenario.step_s))
     stretch = 1.25 if wide else 1.0
     run = Run(rng, ranks, nodes, scenario.gpus, scenario.seconds, step_s, scenario.crowd * float(rng.uniform(0.3, 1.2)),

@@ -176,6 +176,8 @@ def _between(run: Run, events: list[Event], at: float) -> dict[str, float]:
             events.append(Event(made_event[0], at, made_event[1]))
     if "loads" in run.text and run.step % 10 == 0:
         events.append(Event("expert_loads", at, run.text["loads"](run)))
+    if "sizes" in run.text and run.step % 10 == 0:
+        events.append(Event("gradient_sizes", at, run.text["sizes"](run)))
     return made
 
 
@@ -215,7 +217,8 @@ def _node_row(run: Run, node: int, at: float) -> dict[str, Any]:
     return {"kind": "node", "at": at, "host": f"h{node}", "node": f"10.0.0.{node + 1}", **run.node_totals[node],
             "cpu_util": 0.6, "cpu_count": 8, "steal_seconds": 0.0, "memory_used_bytes": int(min(used, 0.999) * 64e9),
             "memory_total_bytes": int(64e9), "link_queue_bytes": int(queue),
-            "link_queue_peer": f"10.0.0.{(node + 1) % run.nodes + 1}" if queue else ""}  # fmt: skip
+            "link_queue_peer": f"10.0.0.{(node + 1) % run.nodes + 1}" if queue else "", "nic": "eth0",
+            "nic_limit_bytes_per_second": 12.5e9, **run.text.get("node", lambda run, node: {})(run, node)}  # fmt: skip
 
 
 def _gpu_row(run: Run, rank: int, at: float) -> dict[str, Any]:
@@ -224,7 +227,8 @@ def _gpu_row(run: Run, rank: int, at: float) -> dict[str, Any]:
     row = {"kind": "gpu", "at": at, "host": f"h{node}", "node": f"10.0.0.{node + 1}", "gpu": rank, "rank": rank,
            "gpu_sm_clock_hz": 1.7e9 * (1 + 0.01 * float(noise())), "gpu_throttle": "power_cap" if run.rng.random() < 0.2 else "",
            "gpu_temperature_celsius": 62 + 3 * float(noise()), "gpu_power_watts": 600 + 20 * float(noise()),
-           "gpu_power_limit_watts": 700.0, "gpu_other_bytes": 0, "gpu_pcie_width": 16, "gpu_xid_count": 0,
+           "gpu_power_limit_watts": 700.0, "gpu_other_bytes": 0, "gpu_pcie_width": 16, "gpu_nvlink_count": 18,
+           "gpu_name": "H", "gpu_xid_count": 0,
            "gpu_ecc_errors": 0}  # fmt: skip
     if run.on and rank == run.rank:
         row |= run.text.get("gpu", {})

@@ -86,6 +86,11 @@ def link(run: Run, r: int, one: dict[str, float]) -> None:
         one["again"] += 20 if run.node(r) == run.node(run.rank) else 1
 
 
+def all_links(run: Run, r: int, one: dict[str, float]) -> None:
+    """All wait for the network, from the start."""
+    one["comm"] = (0.8 + run.size) * run.step_s
+
+
 def small(run: Run, r: int, one: dict[str, float]) -> None:
     """Many small messages, from the start."""
     one["comm"] = (1.5 + run.size) * run.step_s
@@ -122,6 +127,17 @@ def _diverge(run: Run, loss: float, norm: float) -> tuple[float, float]:
 
 def _overflow(run: Run, loss: float, norm: float) -> tuple[float, float]:
     return loss, float("inf") if run.rng.random() < 0.4 + 0.5 * run.size else norm
+
+
+def _sizes(run: Run) -> dict[str, Any]:
+    """Gradients of 40 parameters, with sizes of their own that drift; of one of them vanishing or exploding."""
+    own = run.text.setdefault("own", 10.0 ** run.rng.uniform(-5, -2, 40))
+    run.text["drift"] = 0.9 * run.text.get("drift", 0.0) + 0.3 * run.rng.standard_normal(40)
+    sizes = own * np.exp(run.text["drift"] - 0.002 * run.step)
+    if run.on and run.text.get("goes"):
+        since = run.step - run.text.setdefault("hit", run.step)
+        sizes[17] *= np.exp(run.text["goes"] * min(0.15 * since, 7.5 + 3 * run.size))
+    return {"step": run.step, "sizes": {f"blocks.{i}.weight": float(size) for i, size in enumerate(sizes)}}
 
 
 def _overfit(run: Run) -> float:
@@ -178,6 +194,8 @@ class Scenario:
     step_s: tuple[float, float] = (0.1, 1.5)
     begins: bool = False
     """The fault is there from the start."""
+    ranks: tuple[int, ...] = ()
+    """Possible numbers of ranks; (): 2 to 8."""
 
 
 def _gpu(**values: Any) -> Callable[[Run], dict[str, Any]]:
@@ -241,6 +259,43 @@ SCENARIOS = [
                 else 3e4 * float(run.rng.random() < 0.3)
             )
         },
+    ),
+    Scenario(
+        "sockets, not InfiniBand",
+        ("wrong_network",),
+        "cluster.env.NCCL_NET",
+        all_links,
+        0.2,
+        2.0,
+        True,
+        2,
+        text=lambda run: {"node": lambda run, node: {"rdma_out_bytes": 1e5 * run.now}},
+        begins=True,
+    ),
+    Scenario(
+        "a node on a slow interface",
+        ("wrong_network",),
+        "node",
+        all_links,
+        0.2,
+        2.0,
+        nodes=2,
+        text=lambda run: {
+            "node": lambda run, node: {"nic_limit_bytes_per_second": 12.5e9 / (10 if node == run.node(run.rank) else 1)}
+        },
+        begins=True,
+    ),
+    Scenario(
+        "an NVLink is down",
+        ("nvlink_narrow",),
+        "rank",
+        all_links,
+        0.2,
+        2.0,
+        True,
+        text=_gpu(gpu_nvlink_count=17),
+        begins=True,
+        ranks=(4, 8),
     ),
     Scenario("small messages", ("comm_bound",), "parallel.bucket_mb", small, 0.2, 1.0, True, 2, begins=True),
     Scenario(
@@ -312,6 +367,22 @@ SCENARIOS = [
         text=lambda run: {"event": lambda run: _nan(run) if run.step - run.text.get("hit", run.step) > 45 else None},
     ),
     Scenario(
+        "a layer's gradient vanishes",
+        ("layer_gradients",),
+        "parameter",
+        quiet,
+        text=lambda run: {"sizes": _sizes, "goes": -1},
+        step_s=(0.1, 0.5),
+    ),
+    Scenario(
+        "a layer's gradient explodes",
+        ("layer_gradients",),
+        "parameter",
+        quiet,
+        text=lambda run: {"sizes": _sizes, "goes": 1},
+        step_s=(0.1, 0.5),
+    ),
+    Scenario(
         "overfitting",
         ("overfitting",),
         "train.steps",
@@ -357,6 +428,18 @@ HEALTHY = [
         text=lambda run: {"restarts": run.rng.integers(20, 380, 8)},
     ),
     Scenario("long steps", (), "", step_s=(4.0, 12.0)),
+    Scenario("histograms of a healthy model", (), "", text=lambda run: {"sizes": _sizes}, step_s=(0.1, 0.5)),
+    Scenario(
+        "InfiniBand in use",
+        (),
+        "",
+        all_links,
+        0.0,
+        0.0,
+        True,
+        2,
+        text=lambda run: {"node": lambda run, node: {"rdma_out_bytes": 40.0 * run.node_totals[node]["nic_out_bytes"]}},
+    ),
     Scenario("a router that is not even", (), "", text=lambda run: {"loads": _loads}),
     Scenario("a long run", (), "", seconds=2700, step_s=(2.0, 4.0)),
 ]

@@ -32,6 +32,8 @@ class FakeGpu:
     reasons: int = 0
     ecc: int = 0
     lanes: int = 16
+    links: str = "+" * 18
+    """The state of each NVLink: + is up, - is down."""
     processes: dict[int, int | None] = field(default_factory=dict)
     fields: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """(field, scope) -> (type, value); all others are not supported."""
@@ -119,6 +121,12 @@ class FakeNvml:
 
     def nvmlDeviceGetCurrPcieLinkWidth(self, handle: Any) -> int:
         return self._called("nvmlDeviceGetCurrPcieLinkWidth", handle).lanes
+
+    def nvmlDeviceGetNvLinkState(self, device: Any, link: int) -> int:
+        links = self._called("nvmlDeviceGetNvLinkState", device).links
+        if link >= len(links):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return int(links[link] == "+")
 
     def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int:
         assert sensor == pynvml.NVML_TEMPERATURE_GPU

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 from raydist import registry
+from raydist.diagnosis import layer_gradients
 from raydist.diagnosis._gpu import GpuErrors
 from raydist.diagnosis._history import BIN_S as LOW_BIN_S
 from raydist.diagnosis._history import WARMUP_S, History
@@ -126,13 +127,19 @@ class Diagnosis:
             self._steps.add(step)
         for event in events:
             if event.kind != "finding":
-                self._events.append(event)
                 self._fresh.append(event)
-        del self._events[:-EVENTS]
+                self._keep(event)
         lows = list(self._history.windows())
         telemetry = self._newest >= 0
         if self._newest - 1 > self._checked or lows or self._fresh or not telemetry:
             yield from self._check(lows)
+
+    def _keep(self, event: Event) -> None:
+        self._events.append(event)
+        del self._events[:-EVENTS]
+        if event.kind == layer_gradients.KIND:  # large
+            for old in [one for one in self._events if one.kind == event.kind][: -layer_gradients.KEPT]:
+                self._events = [one for one in self._events if one is not old]
 
     @property
     def active(self) -> list[Finding]:

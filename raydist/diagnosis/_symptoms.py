@@ -31,9 +31,9 @@ part: 8 times the spread of such a mean, if parts are independent."""
 FEW = 12
 """Differences of parts that the noise takes. With fewer, down to the two between three judged parts, both limits rise in
 proportion: a rank that costs 0.9 of the time is named after 9 s, one that costs 0.6 after 12 s, before the run has a history."""
-SURE = 0.6
+SURE, MANY = 0.6, 4
 """A rank that costs this much in all of RECENT parts but one, the newest ones, is named whatever the noise before: on a crowded
-host that is above 0.25, and four times that cannot be reached."""
+host that is above 0.25, and four times that cannot be reached. Only where a part has MANY steps: of fewer, long documents last."""
 LEFT_OUT = 1.5
 """Spread of normal noise over that without the largest of 3 values; 1.3 of 7."""
 COMMON = {
@@ -51,7 +51,7 @@ COMMON = {
         "below it a rank of uneven work; a fault that is worth a change is slower",
     ),
     "noise": (
-        f"{SIGMAS:g} times the run's own spread of one part, or {SURE:g} of the time in each of the newest {RECENT - 1} parts",
+        f"{SIGMAS:g} times the run's own spread of one part, or {SURE:g} of the time in {RECENT - 1} parts of {MANY} steps",
         "8 standard deviations of a mean of 4; a healthy rank of a crowded host has lost 0.7 in one part, not in three",
     ),
 }
@@ -230,13 +230,13 @@ def _compared(window: Window, symptom: str) -> Iterator[Slow]:
         if len(rows) < 2:
             continue
         delay = np.nan_to_num(newest(delays[rows]))
-        for i, found in _excess(share[rows], CROWDED * delay).items():
+        for i, found in _excess(share[rows], CROWDED * delay, MANY * window.step_s <= window.part_s).items():
             yield Slow(symptom, ranks[rows[i]], rows[i], tuple(r for r in rows if r != rows[i]), *found)
 
 
-def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]:
+def _excess(own: Array, crowded: Array, many: bool) -> dict[int, tuple[float, float, float]]:
     """[R, N] shares of time -> those ranks that take clearly longer than their peers: lost, times, noise. `crowded`: [R], by what
-    the limit of a rank rises if its peers have it."""
+    the limit of a rank rises if its peers have it. `many`: whether a part has MANY steps."""
     middle = _lower_median(own)
     apart = own - middle
     noise, others = _noise(own), float(newest(middle[None])[0])
@@ -254,7 +254,7 @@ def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]
             continue
         parts = RECENT * (PATIENCE if busy else 1)
         last = apart[i, -parts:]
-        sure = (apart[i, 1 - RECENT :] >= SURE).all()
+        sure = many and (apart[i, 1 - RECENT :] >= SURE).all()
         enough = max(few * LEAST_LOST + crowd, min(few * SIGMAS * noise, SURE if sure else np.inf))
         steady = len(last) == parts and (last >= STEADY * enough).sum() >= parts * (RECENT - 1) / RECENT
         times = float(takes[i]) / max(others, 0.05)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from raydist.diagnosis import slow_link
+from raydist.diagnosis import nvlink_narrow, slow_link, wrong_network
 from raydist.diagnosis._symptoms import all_wait, figure, slow_ranks
 from raydist.diagnosis._window import RECENT, Window
 from raydist.records import Finding
@@ -46,7 +46,9 @@ def check(window: Window) -> Iterator[Finding]:
         return
     if len(window.keys("node")) < 2 and not window.keys("gpu"):
         return  # ranks that share one host's processors wait for one another, not for a link
-    if slow_ranks(window, "slow_compute") or slow_ranks(window, "slow_data") or any(slow_link.check(window)):
+    if slow_ranks(window, "slow_compute") or slow_ranks(window, "slow_data"):
+        return
+    if any(one for rule in (slow_link, wrong_network, nvlink_narrow) for one in rule.check(window)):
         return
     least = share.min(axis=0)
     known = least[~np.isnan(least)]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from raydist.diagnosis import wrong_network
 from raydist.diagnosis._symptoms import all_wait, figure, history
 from raydist.diagnosis._window import RECENT, Window
 from raydist.records import Finding
@@ -50,7 +51,7 @@ def check(window: Window) -> Iterator[Finding]:
     if waits[worst] < QUEUE or queues[worst].mean() < TIMES * np.median(others):
         return
     before = history(window.share("exposed"))
-    if exposed < GROWN * before:
+    if exposed < GROWN * before or any(wrong_network.check(window)):
         return
     node = nodes[worst]
     who = window.who("node", node)

@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from raydist.diagnosis import Diagnosis
+from raydist.diagnosis.layer_gradients import sizes
 from raydist.errors import StorageError
 from raydist.observe.exporter_threads import ExporterThreads
 from raydist.observe.summary import LiveView
@@ -239,6 +240,8 @@ class RunMonitor:
         with self._lock:
             self._view.event(event.kind, event.data)
         self._exporters.event(event.to_dict())
+        if event.kind == "histograms":  # large: the rules get what they need of it
+            self._undiagnosed_events.append(sizes(event))
         if event.kind in EXPORTED_ONLY:
             return
         if event.kind != "finding":

@@ -122,6 +122,7 @@ GPU: dict[str, tuple[pa.DataType, str]] = {
     "gpu_pcie_width": (_I, "PCIe lanes in use"),
     "gpu_pcie_in_bytes_per_second": (_F, "received over PCIe"),
     "gpu_pcie_out_bytes_per_second": (_F, "sent over PCIe"),
+    "gpu_nvlink_count": (_I, "NVLinks that are up; null without NVLink"),
     "gpu_nvlink_in_bytes": (_I, "total received over all NVLinks"),
     "gpu_nvlink_out_bytes": (_I, "total sent over all NVLinks"),
     "gpu_xid_count": (_I, "total XID errors since the node monitor started"),

@@ -15,6 +15,7 @@ import pytest
 
 from raydist.diagnosis import Diagnosis, Facts, Former, check_job, examine, rules, thresholds, words_of_tree
 from raydist.diagnosis._symptoms import SYMPTOMS
+from raydist.diagnosis.layer_gradients import sizes
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, Finding
 from raydist.run.directory import SPEC, RunDir
@@ -378,6 +379,34 @@ def test_an_uneven_router_is_named_where_it_does_not_even_out(shares: list[float
     assert told_of == ([{"parameter": "blocks.0.mlp", "expert_rank": 0}] if named else [])
 
 
+def test_a_layer_that_learns_nothing_or_too_much() -> None:
+    """From the histograms of a run: a parameter whose gradient goes to a thousandth of the others', or of its own, is named; so is
+    one that is next to nothing from the start; gradients that shrink together are not, nor one that is exactly zero."""
+
+    def found(size: Callable[[int], float], common: Callable[[int], float] = lambda i: 1e-3) -> list[Finding]:
+        events = []
+        for i in range(20):
+            own = {"a": common(i), "b": 3 * common(i), "c": 0.5 * common(i), "blocks.0.w": size(i)}
+            gradients = {
+                name: {"edges": [0.0, 1.0], "counts": [4], "sum": 0.0, "sum_squares": 4 * g * g}
+                for name, g in own.items()
+            }
+            events.append(sizes(Event("histograms", T + i, {"step": 10 * i, "weights": {}, "gradients": gradients})))
+        diagnosis = Diagnosis()
+        return [one for event in events for one in diagnosis.observe([], [], [event]) if one.state == "new"]
+
+    (one,) = found(lambda i: 1e-3 if i < 12 else 1e-7)
+    assert (one.rule, one.severity, one.culprit) == ("layer_gradients", "warning", {"parameter": "blocks.0.w"})
+    assert "vanishes" in one.what
+    (one,) = found(lambda i: 1e-3 if i < 12 else 5.0)
+    assert (one.severity, one.culprit) == ("critical", {"parameter": "blocks.0.w"})
+    (one,) = found(lambda i: 1e-9)
+    assert "since the first histograms" in one.what
+    assert found(lambda i: 1e-3 * 0.3**i, lambda i: 1e-3 * 0.3**i) == []
+    assert found(lambda i: 0.0) == []
+    assert found(lambda i: 1e-3 if i % 3 else 1e-7) == []
+
+
 def test_uneven_stages_of_a_pipeline() -> None:
     """The stage whose ranks compute longer than the other's is named with its ranks; even ones are not, and without a pipeline a
     rank that is slower is named."""
@@ -395,13 +424,22 @@ def test_uneven_stages_of_a_pipeline() -> None:
 
 
 def test_the_monitor_tells_and_the_folder_has_it(tmp_path: Path) -> None:
-    """A finding is an event of the run while it lasts, and `examine` finds the same in the folder alone."""
+    """A finding is an event of the run while it lasts, and `examine` finds the same in the folder alone. Of histograms, which are
+    not in the folder, the monitor gives the rules what they need, and `examine` lists what was told."""
     monitor = RunMonitor(str(tmp_path), exporters=[], interval_s=1e9)
     monitor.begin_attempt(1, 4, 0)
     for own in rows(120, hog(50, 90)):
         monitor.observe(own)
         if int(own[0]["at"]) % 2 == 0:
             monitor._diagnose()
+    told_of = len([event for event in monitor.snapshot()["events"] if event["kind"] == "finding"])
+    root_mean_squares = {"a": 1e-3, "b": 1e-3, "c": 1e-9}
+    gradients = {name: {"counts": [1], "sum_squares": size**2} for name, size in root_mean_squares.items()}
+    histograms = [Event("histograms", T + i, {"step": i, "weights": {}, "gradients": gradients}) for i in range(8)]
+    monitor.push([], [event.to_dict() for event in histograms])
+    monitor._diagnose()
+    *_, newest = monitor.snapshot()["events"]
+    assert (newest["rule"], newest["culprit"], told_of) == ("layer_gradients", {"parameter": "c"}, 2)
     monitor.end("finished")
     run = RunDir(tmp_path)
     run.storage.write(SPEC, b"name: x\n")
@@ -409,9 +447,11 @@ def test_the_monitor_tells_and_the_folder_has_it(tmp_path: Path) -> None:
     assert [(one["rule"], one["rank"], one["state"]) for one in events] == [
         ("cpu_stolen", 2, "new"),
         ("cpu_stolen", 2, "over"),
+        ("layer_gradients", None, "new"),
     ]
     made = examine(run)
-    (one,) = made.found
+    one, layer = made.found
+    assert layer.finding.rule == "layer_gradients"
     assert (one.finding.rule, one.finding.rank) == ("cpu_stolen", 2)
     assert 50 < one.since - T <= 65
     assert one.until is not None
@@ -487,8 +527,9 @@ def benchmark() -> ModuleType:
 def test_simulated_runs(benchmark: ModuleType) -> None:
     """Scenarios of the benchmark that need GPUs, nodes or storage: the right rule and culprit; healthy ones are told nothing."""
     chosen = ("GPU too hot", "other process on the GPU", "fewer PCIe lanes", "slow loader on one rank", "slow data everywhere",
-              "slow link", "fragmentation", "node's memory fills", "loss scale collapses", "dead experts", "expert imbalance",
-              "a router that is not even", "asymmetric collectives",
+              "slow link", "fragmentation", "node's memory fills", "loss scale collapses", "dead experts",
+              "sockets, not InfiniBand", "a node on a slow interface", "an NVLink is down", "a layer's gradient vanishes",
+              "a layer's gradient explodes", "histograms of a healthy model", "asymmetric collectives",
               "SIGSTOP bursts", "swap", "very busy host", "very uneven documents")  # fmt: skip
     for scenario in [*benchmark.SCENARIOS, *benchmark.HEALTHY]:
         if scenario.name not in chosen:

@@ -17,6 +17,8 @@ import pynvml
 _ALL_LINKS = 0xFFFFFFFF
 """Scope of a field: the sum over all NVLinks."""
 _EVENTS_AT_ONCE = 1000
+_LINK_READS = 10
+"""Readings between two looks at the states of the NVLinks, which take a call each."""
 _MIB = 1 << 20
 
 _THROTTLE = {
@@ -154,6 +156,7 @@ class _Gpu:
         self._counted: dict[str, tuple[int, int]] = {}
         self._samples: tuple[Any, Any] | None = None
         self._sampled = False
+        self._link_reads, self._links_up = 0, set[int]()
         self._permanent_errors = {  # permanent errors: not asked again; they differ between drivers
             lib.NVML_ERROR_NOT_SUPPORTED,
             lib.NVML_ERROR_NO_PERMISSION,
@@ -173,6 +176,7 @@ class _Gpu:
             "clocks": self._clocks,
             "throttle reasons": self._throttle,
             "PCIe lanes": self._lanes,
+            "NVLink states": self._nvlinks,
             "ECC errors": self._ecc,
             "NVLink counters": self._links,
             "GPM counters": self._gpm,
@@ -247,6 +251,18 @@ class _Gpu:
 
     def _lanes(self) -> dict[str, Any]:
         return {"gpu_pcie_width": self._lib.nvmlDeviceGetCurrPcieLinkWidth(self.handle)}
+
+    def _nvlinks(self) -> dict[str, Any]:
+        all_of_them, self._link_reads = self._link_reads % _LINK_READS == 0, self._link_reads + 1
+        for link in range(self._lib.NVML_NVLINK_MAX_LINKS if all_of_them else 1):
+            try:
+                up = self._lib.nvmlDeviceGetNvLinkState(self.handle, link) == self._lib.NVML_FEATURE_ENABLED
+            except self._lib.NVMLError as error:
+                if not link or error.value not in self._permanent_errors:
+                    raise
+                break  # this model has no more links
+            self._links_up = self._links_up - {link} | ({link} if up else set())
+        return {"gpu_nvlink_count": len(self._links_up)}
 
     def _ecc(self) -> dict[str, Any]:
         lib = self._lib

@@ -45,7 +45,9 @@ def test_the_stand_in_has_the_functions_of_pynvml() -> None:
 def test_every_column_of_a_hopper() -> None:
     """Each value has the unit of raydist.run.telemetry_schema; values that cover an interval come from the second reading on."""
     reasons = pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksEventReasonHwThermalSlowdown
-    gpu = FakeGpu(reasons=reasons, ecc=2, processes={7: 5 << 30, 8: None}, fields=NVLINK, gpm=GPM)
+    gpu = FakeGpu(
+        reasons=reasons, ecc=2, links="+" * 7 + "-" + "+" * 10, processes={7: 5 << 30, 8: None}, fields=NVLINK, gpm=GPM
+    )
     lib = FakeNvml(gpu)
     gpus = Gpus(lib)
     (first,) = gpus.read()
@@ -55,7 +57,7 @@ def test_every_column_of_a_hopper() -> None:
         "gpu": 0, "gpu_name": "NVIDIA H200", "gpu_util": 0.97, "gpu_memory_used_bytes": 100 << 30, "gpu_memory_total_bytes": HBM3E,
         "gpu_power_watts": 650.5, "gpu_power_limit_watts": 700.0, "gpu_temperature_celsius": 61.0, "gpu_sm_clock_hz": 1755e6,
         "gpu_memory_clock_hz": 3201e6, "gpu_pcie_width": 16, "gpu_throttle": "power_cap,hardware_thermal",
-        "gpu_pcie_in_bytes_per_second": 2 * 2**20,
+        "gpu_nvlink_count": 17, "gpu_pcie_in_bytes_per_second": 2 * 2**20,
         "gpu_pcie_out_bytes_per_second": 2**20, "gpu_nvlink_in_bytes": 3 * 1024, "gpu_nvlink_out_bytes": 5 * 1024,
         "gpu_xid_count": 2, "gpu_xid": 79, "gpu_ecc_errors": 2, "gpu_sm_active": pytest.approx(0.9),
         "gpu_tensor_active": pytest.approx(0.55), "gpu_dram_active": pytest.approx(0.3),
@@ -108,6 +110,7 @@ COLUMNS = {
     "nvmlDeviceGetClockInfo": {"gpu_sm_clock_hz", "gpu_memory_clock_hz"},
     "nvmlDeviceGetCurrentClocksEventReasons": {"gpu_throttle"},
     "nvmlDeviceGetCurrPcieLinkWidth": {"gpu_pcie_width"},
+    "nvmlDeviceGetNvLinkState": {"gpu_nvlink_count"},
     "nvmlDeviceGetTotalEccErrors": {"gpu_ecc_errors"},
     "nvmlDeviceGetFieldValues": LINKS,
     "nvmlDeviceGetSupportedEventTypes": {"gpu_xid_count"},
@@ -139,7 +142,8 @@ def test_what_is_not_there_is_found_out_once(function: str) -> None:
         assert set(whole.row) - set(lacks.row) == COLUMNS[function]
         assert not set(lacks.row) - set(whole.row)
         each = 2 if function == "nvmlDeviceGetClockInfo" else 1
-        assert calls == ([2] * 3 if function in AT_START else [1 + each, 1 + 2 * each, 1 + 3 * each])
+        first = 18 if function == "nvmlDeviceGetNvLinkState" else 0  # all links, and one more; then one of them
+        assert calls == ([2] * 3 if function in AT_START else [1 + first + n * each for n in (1, 2, 3)])
         assert (gpus.note() is not None) == (code == pynvml.NVML_ERROR_NO_PERMISSION)
 
 
