@@ -92,7 +92,9 @@ class Cluster:
                 return
 
     def close(self) -> None:
-        """Closes its sockets."""
+        """Ends what waits for its agents, as a call of Ray must not outlive the session, and closes its sockets."""
+        self.call("abort")
+        self.call("over")
         for each in (self._listens, self._drops, *self._waiting):
             each.close()
 

@@ -172,10 +172,10 @@ class Supervisor:
                 if self._without_head():
                     break
                 self._show()
-            if self._error is not None:
-                raise self._error
             if attempts.is_alive():
                 head_monitor.lost = True  # its thread may be in any call of Ray: nothing may be torn down below it
+            if self._error is not None:
+                raise self._error
             self._outage.look()
             if self._outage.dead and (self._ending is None or self._ending.status == "stopped"):
                 self._ending = self._outage.ending()  # whatever the ranks made of it
