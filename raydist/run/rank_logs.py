@@ -17,7 +17,6 @@ from raydist.run.directory import LOGS, RunDir
 
 TAIL_BYTES = 1 << 16
 """Bytes at the end of a rank's output that `tail` reads."""
-_ATTEMPT = re.compile(r"attempt-(\d+)")
 _LONGEST = 1 << 20
 _PART = re.compile(r"rank-(\d+)(?:\.(\d+))?\.log")
 
@@ -25,12 +24,6 @@ _PART = re.compile(r"rank-(\d+)(?:\.(\d+))?\.log")
 def name(attempt: int, rank: int, part: int = 1) -> str:
     """A file of that rank's output, relative to the run. Parts count from 1."""
     return f"{LOGS}/attempt-{attempt:04d}/rank-{rank:05d}{'' if part == 1 else f'.{part:04d}'}.log"
-
-
-def attempts(run: RunDir) -> list[int]:
-    """The attempts that have logs, ascending. Raises StorageError."""
-    found = (_ATTEMPT.fullmatch(folder) for folder in run.storage.folders(LOGS))
-    return sorted(int(match[1]) for match in found if match)
 
 
 def tail(run: RunDir, attempt: int, rank: int) -> str:

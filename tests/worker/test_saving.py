@@ -22,7 +22,7 @@ from raydist.run.log import read_events, read_steps
 from raydist.run.log_writer import RunLog
 from raydist.spec import JobSpec
 from raydist.worker.attempt import Job, MonitorChannel
-from raydist.worker.checkpoint.dcp_storage import ShardWriter
+from raydist.worker.checkpoint.shard_writer import ShardWriter
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
 from raydist.worker.metrics import reporter

@@ -45,6 +45,14 @@ OF_STEPS = (
 """Numbers of a step that are curves."""
 
 
+def curves(row: Mapping[str, Any]) -> dict[str, float]:
+    """A step's point on each curve, by the curve's name. `row`: a StepRecord as a dict."""
+    values = {f"train/{name}": row[name] for name in OF_STEPS if row.get(name) is not None}
+    if row["seconds"] > 0:
+        values["train/tokens_per_second"] = row["tokens"] / row["seconds"]
+    return values
+
+
 def _nobody(text: str) -> None:
     """Discards a note."""
 

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import Field
 
 from raydist.errors import UserError
-from raydist.observe.exporters import OF_STEPS, BaseExporter, Facts, given
+from raydist.observe.exporters import BaseExporter, Facts, curves, given
 from raydist.parsing import parse_json
 from raydist.redact import redact
 from raydist.run.directory import RunDir
@@ -77,11 +77,8 @@ class Exporter(BaseExporter):
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
         """The same curves as in TensorBoard, by step."""
         for row in rows:
-            for tag in OF_STEPS:
-                if row.get(tag) is not None:
-                    self._point(f"train/{tag}", row[tag], row["step"], at)
-            if row["seconds"] > 0:
-                self._point("train/tokens_per_second", row["tokens"] / row["seconds"], row["step"], at)
+            for name, value in curves(row).items():
+                self._point(name, value, row["step"], at)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Evaluations, the cause of the newest failure, and the final status."""

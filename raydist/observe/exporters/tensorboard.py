@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
-from raydist.observe.exporters import OF_STEPS, BaseExporter, Facts, given
+from raydist.observe.exporters import BaseExporter, Facts, curves, given
 from raydist.run.directory import TENSORBOARD, RunDir
 from raydist.spec.parts import Part
 from raydist.storage import opener, refused
@@ -76,10 +76,7 @@ class Exporter(BaseExporter):
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
         """One point per step on each train curve. `rows`: StepRecords as dicts."""
         for record in rows:
-            values = {f"train/{tag}": record[tag] for tag in OF_STEPS if record.get(tag) is not None}
-            if record["seconds"] > 0:
-                values["train/tokens_per_second"] = record["tokens"] / record["seconds"]
-            self.scalars(record["step"], values, at)
+            self.scalars(record["step"], curves(record), at)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """The loss of an `eval`, and histograms."""

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from raydist.errors import UserError
-from raydist.observe.exporters import OF_STEPS, BaseExporter, Facts, given
+from raydist.observe.exporters import BaseExporter, Facts, curves, given
 from raydist.parsing import parse_json
 from raydist.redact import redact
 from raydist.run.directory import RunDir
@@ -85,8 +85,8 @@ class Exporter(BaseExporter):
             reinit="create_new",
             settings=wandb.Settings(**settings),
         )
-        for curves in ("train/*", "eval/*"):
-            self._run.define_metric(curves, step_metric="step")
+        for names in ("train/*", "eval/*"):
+            self._run.define_metric(names, step_metric="step")
         if known is None:
             told = {"entity": options["entity"], "project": options["project"], "id": self._run.id}
             facts.run.storage.write(FILE, json.dumps(told).encode())
@@ -116,11 +116,7 @@ class Exporter(BaseExporter):
 
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
         """The same curves as in TensorBoard, over the column `step`."""
-        for row in rows:
-            values = {f"train/{name}": row[name] for name in OF_STEPS if row.get(name) is not None}
-            if row["seconds"] > 0:
-                values["train/tokens_per_second"] = row["tokens"] / row["seconds"]
-            self._rows.append({"step": row["step"], **values})
+        self._rows += ({"step": row["step"], **curves(row)} for row in rows)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Evaluations, the cause of the newest failure, and whether the run came to a good end."""

@@ -9,8 +9,8 @@
     save_plan.py          which bytes of which tensors a rank writes, and their positions in its shard
     staging.py            the copy of those bytes to kept buffers, during the next forward and backward pass
     agreement.py          what ranks tell each other while they save and load: values and errors as JSON
-    dcp_storage.py        torch.distributed.checkpoint's storage interface: writes hashed shards; no pickle
-    dcp_reader.py         the same: reads verified bytes
+    shard_writer.py       writes a rank's hashed shard; rank 0 divides what several ranks have, and merges the results
+    shard_reader.py       reads of each tensor the part that a rank has
     restore.py            finds the newest checkpoint with right hashes, and loads it on any mesh
     numbers.py            which fields of a spec change the numbers, and which of them may change in a resumed run
     memory_manager.py     copies in the nodes' memory: when one is taken, and which one a restart continues from

@@ -2,8 +2,7 @@
 
 Runs in: each train worker. Torch, never ray.
 
-torch.distributed.checkpoint would send its plans, its results and its exceptions between ranks as pickles, which run code. So each
-rank calls it as if it were alone (`no_dist`), and its planner and its writer exchange values here.
+torch.distributed.checkpoint sends plans, results and exceptions between ranks as pickles, which run code: it is not used here.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from raydist import errors
 from raydist.errors import CheckpointError, RaydistError
@@ -74,13 +72,6 @@ def none_failed(failure: BaseException | None, group: dist.ProcessGroup | None) 
     for rank, facts in enumerate(every):
         if facts is not None:
             raise RankFailure(rank, _error(facts))
-
-
-def first_failure(error: BaseException, rank: int) -> tuple[int, BaseException]:
-    """(rank, error) of the first failure of a save or a load. DCP wraps what its planners and writers raise."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return (error.rank, error.error) if isinstance(error, RankFailure) else (rank, error)
 
 
 def _facts(error: BaseException) -> list[str]:

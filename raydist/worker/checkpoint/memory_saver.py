@@ -21,18 +21,16 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from raydist.checkpoint import manifest, memory_layout
 from raydist.checkpoint.manifest import FileEntry
 from raydist.checkpoint.memory_layout import PEERS, SHARED, Shard
 from raydist.run.directory import CHECKPOINTS, RunDir, manifest_name
 from raydist.worker.checkpoint import save_plan
-from raydist.worker.checkpoint.dcp_storage import WRITE_BYTES, Commit, ShardWriter, written
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.checkpoint.save_in_flight import SaveResult
 from raydist.worker.checkpoint.save_plan import Part
+from raydist.worker.checkpoint.shard_writer import WRITE_BYTES, Commit, ShardWriter, placed
 from raydist.worker.checkpoint.staging import Stage, device_of
 from raydist.worker.distributed import use_device
 from raydist.worker.parameter_table import TensorTable
@@ -127,17 +125,13 @@ class SlotWriter(ShardWriter):
         super().__init__(run, step, "", parts, slot.memory, commit, group)
         self._publish = publish
 
-    def _write_plan(self, plan: SavePlan) -> list[WriteResult]:
-        """A part that another rank writes too (a replica) stays in the file, and is in no plan."""
-        placed: list[tuple[WriteItem, int, Part]] = []
-        for item in plan.items:
-            part = self._parts[item.index.fqn, tuple(item.index.offset or ())]
-            placed.append((item, part.start, part))
+    def _write_parts(self, parts: Sequence[Part]) -> list[list[Any]]:
+        """A part that another rank writes too (a replica) stays in the file, and is not among `parts`."""
         hasher = xxhash.xxh3_128()
         for first in range(0, len(self._memory), WRITE_BYTES):
             hasher.update(self._memory[first : first + WRITE_BYTES])
-        name = self._publish(hasher.hexdigest())
-        return written(name, FileEntry(len(self._memory), hasher.hexdigest()), placed)
+        name, file = self._publish(hasher.hexdigest()), FileEntry(len(self._memory), hasher.hexdigest())
+        return placed(parts, [part.start for part in parts], name, file)
 
 
 class MemorySaver(Saver):

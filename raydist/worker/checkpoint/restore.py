@@ -6,7 +6,6 @@ Runs in: each train worker, and in commands that need weights. Torch, never ray.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +14,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from raydist.checkpoint import manifest
 from raydist.checkpoint.manifest import Manifest, TensorEntry, mesh_of
@@ -33,10 +30,10 @@ from raydist.errors import (
 from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import Lineage, RunDir, manifest_name
-from raydist.worker.checkpoint.agreement import RankFailure, first_failure, none_failed
-from raydist.worker.checkpoint.dcp_reader import ShardReader, TensorPlanner
+from raydist.worker.checkpoint.agreement import RankFailure, none_failed
 from raydist.worker.checkpoint.extra_state import EXTRA, owner, tensor_name
 from raydist.worker.checkpoint.save_plan import rank_name
+from raydist.worker.checkpoint.shard_reader import ShardReader
 from raydist.worker.comm.json_gather import broadcast_json, gather_json
 from raydist.worker.parameter_table import dtype_name, gather_tensors
 
@@ -276,11 +273,7 @@ def load(
     anew = {name: why for of_rank in reversed(every) for name, why in of_rank.items() if why is not None}
     read = {n: t for n, t in tensors.items() if owner(n) not in anew}
     own = {n: t for n, t in own.items() if owner(n.removeprefix(rank_name(rank, ""))) not in {*anew, *joined}}
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # by `no_dist`
-
-    def fill(these: dict[str, Tensor]) -> None:
-        dcp_load(these, storage_reader=ShardReader(run, found), planner=TensorPlanner(), no_dist=True)
-
+    fill = ShardReader(run, found).fill
     failure: BaseException | None = None
     try:
         fill(read)
@@ -288,8 +281,8 @@ def load(
             fill(own)
         if joined.keys() - anew.keys():
             _read_joined(found, {n: t for n, t in rank_tensors.items() if owner(n) not in anew}, joined, fill)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        _, failure = first_failure(error, rank)
+    except Exception as error:
+        failure = error
     try:
         none_failed(failure, group)
     except RankFailure as failed:

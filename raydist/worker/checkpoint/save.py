@@ -23,7 +23,6 @@ import contextlib
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from raydist.checkpoint import manifest
 from raydist.checkpoint.manifest import FileEntry, TensorEntry
@@ -39,9 +37,8 @@ from raydist.errors import CheckpointError, Fenced, SavesFailed
 from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.worker.checkpoint import save_plan
-from raydist.worker.checkpoint.agreement import first_failure
+from raydist.worker.checkpoint.agreement import RankFailure
 from raydist.worker.checkpoint.commit import Committer, Facts
-from raydist.worker.checkpoint.dcp_storage import Commit, PartsPlanner, ShardWriter
 from raydist.worker.checkpoint.save_in_flight import (
     FAILED,
     FENCED,
@@ -51,6 +48,7 @@ from raydist.worker.checkpoint.save_in_flight import (
     SaveResult,
 )
 from raydist.worker.checkpoint.save_plan import Part
+from raydist.worker.checkpoint.shard_writer import Commit, ShardWriter
 from raydist.worker.checkpoint.staging import Stage, device_of
 from raydist.worker.parameter_table import ParameterTable, TableCache, TensorTable
 
@@ -293,7 +291,7 @@ class Saver:
             if self._warm is not None:
                 self._warm.join()
             stage.copy(save.parts)
-        except BaseException as error:  # DCP sends it to all ranks, below
+        except BaseException as error:  # all ranks learn of it, below
             failure = error
         save.staged.set()
         try:
@@ -305,8 +303,8 @@ class Saver:
             self._write(save, stage, failure)
             cpu, seconds = time.thread_time() - before, time.perf_counter() - save.begun
             result = SaveResult(save.step, True, save.bytes, seconds, save.stalled, cpu)
-        except BaseException as error:  # DCP's CheckpointException is no Exception
-            rank, first = first_failure(error, self._rank)
+        except BaseException as error:
+            rank, first = (error.rank, error.error) if isinstance(error, RankFailure) else (self._rank, error)
             self._fenced = first if isinstance(first, Fenced) else None
             cause = str(getattr(first, "message", None) or f"{type(first).__name__}: {first}")
             seconds = time.perf_counter() - save.begun
@@ -333,14 +331,8 @@ class Saver:
             tensors = tensors | {n: tensors[row.alias] for n, row in table.items() if row.alias in tensors}
             save.bytes = self.committer.commit(save.step, files, tensors, {**save.plain, **more}, wanted)
 
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # by `no_dist`
         save.writer = self._writer(save.step, save.parts, stage, commit)
-        dcp_save(
-            {},
-            storage_writer=save.writer,
-            planner=PartsPlanner(save.parts, failure, in_shards, self._group),
-            no_dist=True,  # the planner and the writer send JSON; DCP would send pickles
-        )
+        save.writer.save(failure, in_shards)
 
     # --- replaced by MemorySaver
 

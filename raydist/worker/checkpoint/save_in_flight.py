@@ -9,8 +9,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydist.worker.checkpoint.dcp_storage import ShardWriter
 from raydist.worker.checkpoint.save_plan import Part
+from raydist.worker.checkpoint.shard_writer import ShardWriter
 from raydist.worker.parameter_table import TensorTable
 
 SAVED, FAILED, WAITING, WRITING, FENCED = range(5)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -45,25 +43,6 @@ class Part:
     def length(self) -> int:
         """Bytes."""
         return self.source.nbytes
-
-    def write_item(self) -> WriteItem:
-        """The same for torch.distributed.checkpoint."""
-        return write_item(self.name, self.source.dtype, self.shape, self.offsets, self.source.shape)
-
-
-def write_item(
-    name: str, dtype: torch.dtype, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
-) -> WriteItem:
-    """torch.distributed.checkpoint's name for a box of a tensor. `shape`: the whole tensor's."""
-    return WriteItem(
-        index=MetadataIndex(name, torch.Size(offsets)),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-            properties=TensorProperties(dtype=dtype),
-            size=torch.Size(shape),
-        ),
-    )
 
 
 def aligned(n: int) -> int:

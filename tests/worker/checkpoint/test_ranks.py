@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from raydist.checkpoint import manifest
 from raydist.run.directory import RunDir
 from raydist.worker.checkpoint import restore
-from raydist.worker.checkpoint.dcp_storage import ShardWriter
 from raydist.worker.checkpoint.save import Saver
+from raydist.worker.checkpoint.shard_writer import ShardWriter
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel import ParamShard

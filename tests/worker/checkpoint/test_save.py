@@ -16,7 +16,7 @@ import torch
 from raydist.checkpoint import manifest
 from raydist.errors import CheckpointError, StorageError
 from raydist.storage import Storage
-from raydist.worker.checkpoint import dcp_storage, memory_saver, restore, staging
+from raydist.worker.checkpoint import memory_saver, restore, shard_writer, staging
 from raydist.worker.checkpoint.staging import Stage
 
 
@@ -51,9 +51,9 @@ def test_asynchronous_equals_synchronous(kit: Any, tmp_path: Path) -> None:
 def test_state_is_that_of_start(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`before_update` blocks the update until the copy is done, and no longer: the write continues during the next step."""
     may_copy, may_write = threading.Event(), threading.Event()
-    copy, write = Stage.copy, dcp_storage.ShardWriter._write
+    copy, write = Stage.copy, shard_writer.ShardWriter._write
     monkeypatch.setattr(Stage, "copy", lambda *a: (may_copy.wait(), copy(*a))[1])
-    monkeypatch.setattr(dcp_storage.ShardWriter, "_write", lambda *a: (may_write.wait(), write(*a))[1])
+    monkeypatch.setattr(shard_writer.ShardWriter, "_write", lambda *a: (may_write.wait(), write(*a))[1])
     one = kit.OneRank(tmp_path, asynchronous=True)
     live = kit.state(1)
     one.save(1, live)
@@ -81,14 +81,14 @@ def test_state_is_that_of_start(kit: Any, tmp_path: Path, monkeypatch: pytest.Mo
 def test_one_in_flight(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next `start` waits until the previous save has ended."""
     may_write, writing = threading.Event(), threading.Semaphore(0)
-    write = dcp_storage.ShardWriter._write
+    write = shard_writer.ShardWriter._write
 
     def slow(*arguments: Any) -> Any:
         writing.release()
         may_write.wait()
         return write(*arguments)
 
-    monkeypatch.setattr(dcp_storage.ShardWriter, "_write", slow)
+    monkeypatch.setattr(shard_writer.ShardWriter, "_write", slow)
     one = kit.OneRank(tmp_path, asynchronous=True)
     one.save(1)
     second = threading.Thread(target=one.save, args=(2,))
@@ -260,9 +260,9 @@ def test_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: in
                 raise OSError(errno.EINVAL, "no such flag here")
             return control(fd, command, flags)
 
-        monkeypatch.setattr(dcp_storage.fcntl, "fcntl", einval)
+        monkeypatch.setattr(shard_writer.fcntl, "fcntl", einval)
     with (Refusing if refused == "write" else io.FileIO)(tmp_path / "file", "xb") as sink:
-        out = dcp_storage._PastCache(sink)
+        out = shard_writer._PastCache(sink)
         out.write(stage.memory[:size])
         out.write(memoryview(b"tail"))
     assert (tmp_path / "file").read_bytes() == data + b"tail"
@@ -276,9 +276,9 @@ def test_a_full_disk_is_no_reason_for_another_way(tmp_path: Path, monkeypatch: p
     def full(self: Any, block: memoryview) -> None:
         _no_space(0)
 
-    monkeypatch.setattr(dcp_storage._PastCache, "_write_all", full)
+    monkeypatch.setattr(shard_writer._PastCache, "_write_all", full)
     with pytest.raises(StorageError, match="No space left"), Storage(tmp_path).create("file") as sink:
-        dcp_storage._PastCache(sink).write(stage.memory)
+        shard_writer._PastCache(sink).write(stage.memory)
 
 
 def test_the_documented_way_without_raydist(kit: Any, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import torch
 from raydist.checkpoint import manifest
 from raydist.errors import CheckpointError, Fenced, SavesFailed, StorageError, TrainingStopped
 from raydist.run.directory import RunDir, begin_attempt, resume_attempt
-from raydist.worker.checkpoint import dcp_storage, save
-from raydist.worker.checkpoint.dcp_storage import ShardWriter
+from raydist.worker.checkpoint import save, shard_writer
 from raydist.worker.checkpoint.save import Saver
+from raydist.worker.checkpoint.shard_writer import ShardWriter
 from raydist.worker.distributed import Rank
 
 
@@ -134,7 +134,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Every shard write hangs until the event is set; a due step waits 0.05 s."""
     may_write = threading.Event()
     write = ShardWriter._write
-    monkeypatch.setattr(dcp_storage.ShardWriter, "_write", lambda *a: (may_write.wait(), write(*a))[1])
+    monkeypatch.setattr(shard_writer.ShardWriter, "_write", lambda *a: (may_write.wait(), write(*a))[1])
     monkeypatch.setattr(save, "PATIENCE_S", 0.05)
     return may_write
 
