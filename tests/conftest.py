@@ -33,6 +33,7 @@ from raydist import registry
 from raydist.launch.fork_server import PRELOAD
 from tests import leftovers, needs, slow_files
 from tests.hosts import WATCHFUL, Cluster, Hosts, close_templates
+from tests.scheduling import WAITING, Scheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch.compile would start a pool of processes in each rank, each of which imports torch.
@@ -50,8 +51,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any-machine")
 
 SLOW = ("observe/test_monitor_actor", "cluster", "faults", "end_to_end")
-"""Files and folders that start Ray or process groups; they run last, in this order. With `-n` one process begins with these
-(tests/scheduling.py)."""
+"""Files and folders that start Ray or process groups; they run last, in this order, those of WAITING after all others. With `-n`
+one process begins with these (tests/scheduling.py): with the longest, so that none is left when the other process has ended."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,11 +63,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first, so that failures show within seconds."""
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
 
     def order(item: pytest.Item) -> int:
         name = item.path.relative_to(root).as_posix()
-        return next((i + 1 for i, slow in enumerate(SLOW) if name.startswith(slow)), 0)
+        if name in WAITING:
+            return len(SLOW) + len(WAITING) - WAITING.index(name)
+        return next((i + 1 for i, slow in enumerate(SLOW) if name.startswith(f"tests/{slow}")), 0)
 
     items.sort(key=order)
 
@@ -74,8 +77,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`: assigns files to processes."""
-    from tests.scheduling import Scheduling
-
     return Scheduling(config, log)
 
 

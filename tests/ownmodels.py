@@ -171,3 +171,15 @@ class Drawn(Own):
         elif isinstance(module, nn.Linear) and name != "head":
             nn.init.normal_(module.weight, std=0.2)
             nn.init.zeros_(module.bias)
+
+
+class Halved(nn.Module):
+    """Has its layers in a part of the name that DDP's wrapper gives to a model."""
+
+    def __init__(self, spec: ModelSpec, vocab_size: int) -> None:
+        super().__init__()
+        self.module = Own(spec, vocab_size)
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.module(tokens_BT) / 2
+        return out

@@ -23,8 +23,9 @@ WAITING = (
     "tests/faults/test_survived.py",
     "tests/end_to_end/test_cluster.py",
 )
-"""Files whose tests wait most of their time: for Ray to notice that a node is lost, for timeouts, for drivers to start. In this
-order a third process, if there is one, runs them, and nothing else, so that two processes compute."""
+"""Files whose tests wait most of their time: for Ray to notice that a node is lost, for timeouts, for drivers to start; the longest
+first. In this order a third process, if there is one, runs them, and nothing else, so that two processes compute; of two processes,
+one begins with them."""
 
 _ALONE, _FOR_WAITING = " alone", 2
 

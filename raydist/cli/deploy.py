@@ -5,6 +5,7 @@ Runs in: the user's shell. Starts nothing, and imports neither ray nor torch.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -134,8 +135,13 @@ def compose(
     """Print a compose file with two nodes on one machine, for `docker compose up`. Its folder is this one."""
     from raydist.deploy.compose import compose as made
 
+    inside = Path(os.path.relpath(spec))
+    if inside.parts[0] == "..":
+        raise UsageError(
+            f"{spec}: only this folder is in the containers", "change into a folder that has the job's files"
+        )
     job = _job(spec, overrides)
-    _give(made(job, image, _train(spec, overrides, check_name(name or job.name))), out, "compose.yaml")
+    _give(made(job, image, _train(inside, overrides, check_name(name or job.name))), out, "compose.yaml")
 
 
 def _job(spec: Path, overrides: list[str] | None) -> JobSpec:

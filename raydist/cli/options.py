@@ -14,6 +14,13 @@ from typing import Annotated, Any
 import typer
 
 from raydist.errors import UsageError
+from raydist.run.directory import check_name
+
+
+def named(name: str | None) -> str | None:
+    """For options with a name: `--name "$NAME"` of an unset variable must not resume the run of the default name."""
+    return None if name is None else check_name(name)
+
 
 Overrides = Annotated[
     list[str] | None,
@@ -23,7 +30,9 @@ DeepSpeed = Annotated[
     Path | None,
     typer.Option(help="A DeepSpeed JSON file; it overrides the job's fields, but not --set.", show_default=False),
 ]
-Name = Annotated[str | None, typer.Option(help="Name of the run or sweep. The same name and storage resume it.")]
+Name = Annotated[
+    str | None, typer.Option(callback=named, help="Name of the run or sweep. The same name and storage resume it.")
+]
 Storage = Annotated[
     str | None,
     typer.Option(

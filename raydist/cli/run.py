@@ -32,7 +32,11 @@ def run(
     gpus: options.Gpus = None,
     overrides: options.Overrides = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the run; default: the script's. The same name and storage continue it.")
+        str | None,
+        typer.Option(
+            callback=options.named,
+            help="Name of the run; default: the script's. The same name and storage continue it.",
+        ),
     ] = None,
     storage: options.Storage = None,
     address: options.Address = None,

@@ -145,7 +145,7 @@ def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, in
     """The dataset, prepared if necessary, and the number of optimizer steps of the whole run."""
     from raydist.data import open_or_prepare
     from raydist.data.dataset import TokenDataset
-    from raydist.data.samples import batches_of, training_samples
+    from raydist.data.samples import batches_of, held_out_samples, training_samples
     from raydist.report.preparing import data_progress
 
     with data_progress(starting.hide) as report:
@@ -156,7 +156,10 @@ def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, in
             "while training; `raydist data verify` finds it"
         )
     job.model.rows(dataset.vocab_size)
-    batches = batches_of(job, training_samples(job, dataset), dataset.fingerprint)
+    samples = training_samples(job, dataset)
+    if job.eval.every is not None:
+        held_out_samples(job, dataset, samples)  # here an error takes seconds, not the start of the workers
+    batches = batches_of(job, samples, dataset.fingerprint)
     return dataset, job.train.total(batches.steps_per_epoch)
 
 

@@ -12,7 +12,11 @@ import threading
 import time
 
 lost = False
-"""Whether a session ended after its head was lost. Ray's client must not disconnect then: it would exit the process with code 1."""
+"""Whether a session ended after its head was lost, or while a thread was in a call of Ray. Ray's client must not disconnect then:
+it would exit the process with code 1."""
+_OURS = ("raydist-", "ray_tune")
+"""How the names of raydist's threads begin, and of the one that runs Ray Tune."""
+QUIET_S, _QUIET_LOOK_S = 10.0, 0.02
 _LOOK_S = 1.0
 _CONNECT_S = 3.0
 
@@ -72,6 +76,30 @@ def speaks_grpc(host: str, port: int) -> bool:
         sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))  # preface, SETTINGS
         head = sock.recv(9)
     return len(head) == 9 and head[3] == 4  # the type of its first frame: SETTINGS
+
+
+def quiet() -> bool:
+    """Waits until no thread of raydist is in a call of Ray: if Ray is shut down meanwhile, such a call may end the process, as by
+    SIGSEGV. False, and the head is `lost`, if one has not returned after QUIET_S."""
+    global lost
+    until = time.monotonic() + QUIET_S
+    while _calls_ray():
+        if time.monotonic() > until:
+            lost = True
+            return False
+        time.sleep(_QUIET_LOOK_S)
+    return True
+
+
+def _calls_ray() -> bool:
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        at = frames.get(thread.ident or 0) if thread.name.startswith(_OURS) else None
+        while at is not None:
+            if str(at.f_globals.get("__name__")).partition(".")[0] == "ray":
+                return True
+            at = at.f_back
+    return False
 
 
 def leave(code: int) -> None:

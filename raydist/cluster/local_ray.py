@@ -116,24 +116,25 @@ def running(temp_dir: Path, *, object_store_bytes: int, metrics_port: int | None
     The kernel kills them when the calling thread ends (PR_SET_PDEATHSIG), so call it in the main thread.
     """
     Config.initialize("")  # reads the token that os.environ has now
-    node = (_Head if metrics_port is None else _MeasuredHead)(
-        RayParams(
-            no_monitor=True,
-            include_log_monitor=False,
-            include_dashboard=False,
-            dashboard_agent_listen_port=0,  # Ray's default is a fixed port, which a cluster on this host may need
-            metrics_export_port=metrics_port,
-            object_store_memory=object_store_bytes,
-            temp_dir=str(temp_dir),
-            setup_worker_path=ray_worker.__file__,
-            resource_isolation_config=ResourceIsolationConfig(enable_resource_isolation=False),
-            _system_config={},
-        ),
-        head=True,
-        shutdown_at_exit=False,
-        spawn_reaper=True,
-        ray_init_cluster=True,
-    )
+    with _own_process_groups():
+        node = (_Head if metrics_port is None else _MeasuredHead)(
+            RayParams(
+                no_monitor=True,
+                include_log_monitor=False,
+                include_dashboard=False,
+                dashboard_agent_listen_port=0,  # Ray's default is a fixed port, which a cluster on this host may need
+                metrics_export_port=metrics_port,
+                object_store_memory=object_store_bytes,
+                temp_dir=str(temp_dir),
+                setup_worker_path=ray_worker.__file__,
+                resource_isolation_config=ResourceIsolationConfig(enable_resource_isolation=False),
+                _system_config={},
+            ),
+            head=True,
+            shutdown_at_exit=False,
+            spawn_reaper=True,
+            ray_init_cluster=True,
+        )
     try:
         with _killed_with_us(temp_dir):
             yield node
@@ -145,6 +146,23 @@ def running(temp_dir: Path, *, object_store_bytes: int, metrics_port: int | None
                 node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
             finally:
                 _sweep(temp_dir)
+
+
+@contextlib.contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Within the block each of Ray's processes gets a process group: a signal to that of this process (`timeout 1h raydist train`,
+    the shell's `kill %1`) is for this process alone, which then needs them to end the run with a checkpoint."""
+    fate = utils.set_kill_on_parent_death_linux
+
+    def apart() -> None:
+        os.setpgid(0, 0)
+        fate()
+
+    utils.set_kill_on_parent_death_linux = apart
+    try:
+        yield
+    finally:
+        utils.set_kill_on_parent_death_linux = fate
 
 
 def pids(node: Any) -> dict[str, int]:

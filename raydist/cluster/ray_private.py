@@ -89,9 +89,9 @@ NAMES = {
     ),
     "utils": PrivateName(
         "ray._private.utils",
-        "starts the raylet without importing the dashboard's dependencies",
+        "starts the raylet without importing the dashboard's dependencies, and each process in a process group of its own",
         "as for services",
-        ("get_dashboard_dependency_error",),
+        ("get_dashboard_dependency_error", "set_kill_on_parent_death_linux"),
     ),
     # --- cluster/ray_preload.py: a process that has imported Ray, from which workers are forked
     "actor": PrivateName(

@@ -391,6 +391,8 @@ def _shut_down() -> None:
     """Disconnects. Messages that Ray has buffered, and prints now, go to its log."""
     import ray
 
+    if not head_monitor.quiet():
+        return
     held = io.StringIO()
     with contextlib.redirect_stdout(held):
         ray.shutdown()

@@ -35,12 +35,22 @@ def training_samples(spec: JobSpec, dataset: TokenDataset) -> Windows | Sequence
 
 
 def held_out_samples(spec: JobSpec, dataset: TokenDataset, train: Windows | Sequences) -> Windows | Sequences:
-    """The samples of the eval split, in the shapes of those of the train split. Raises DataError."""
+    """The samples of the eval split, in the shapes of those of the train split. Raises DataError, also if there are none."""
     split = dataset.split("eval")
+    made: Windows | Sequences
     if isinstance(train, Windows):
-        return Windows(split, train.context)
-    assert spec.data.batching is not None
-    return Sequences(split, train.longest, spec.data.batching.longer, train.shapes)
+        made = Windows(split, train.context)
+    else:
+        assert spec.data.batching is not None
+        made = Sequences(split, train.longest, spec.data.batching.longer, train.shapes)
+    if not len(made):
+        raise DataError(
+            f"{dataset.uri}: its {dataset.index.eval.documents} held-out documents make no sample, but eval.every is "
+            f"{spec.eval.every}",
+            "whole documents are held out, and never the only one: give more of them, or a larger data.eval_fraction, or set "
+            "eval.every: null",
+        )
+    return made
 
 
 def batches_of(spec: JobSpec, samples: Windows | Sequences, fingerprint: str) -> Batches:

@@ -49,14 +49,13 @@ def compose(job: JobSpec, image: str, train: Sequence[str]) -> str:
     services: dict[str, Mapping[str, Any]] = {
         "head": common
         | {
-            "command": ["sh", "-c", driver],
+            "command": ["sh", "-c", driver.replace("$", "$$")],  # compose puts its own variables in place of $NAME
             "hostname": "head",
             "ports": ["127.0.0.1:8265:8265"],
             "healthcheck": healthy,
         },
         "node": common | {"command": join, "depends_on": {"head": {"condition": "service_healthy"}}},
     }
-    header = (
-        f"# Made for: raydist train {shlex.join(train)}\n# A token: echo {_TOKEN}=$(openssl rand -hex 32) >> .env\n"
-    )
+    made_for = shlex.join(train).replace("\n", "\n# ")
+    header = f"# Made for: raydist train {made_for}\n# A token: echo {_TOKEN}=$(openssl rand -hex 32) >> .env\n"
     return header + yaml.safe_dump({"services": services}, sort_keys=False)

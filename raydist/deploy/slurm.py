@@ -32,6 +32,8 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=$(head -n 1 <<< "$nodes")
 port=$((20000 + SLURM_JOB_ID % 10000))
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+# Since Slurm 22.05 srun does not take it from the job: without it a node's Ray would be bound to one CPU.
+export SRUN_CPUS_PER_TASK={cpus}
 # By default 30 s: all nodes read Python from one file system at the same time.
 export RAY_raylet_start_wait_time_s=150
 RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
@@ -115,6 +117,7 @@ def script(job: JobSpec, run: str, wishes: Wishes) -> str:
         folder=shlex.quote(str(wishes.folder)),
         bin=shlex.quote(str(wishes.bin)),
         ray=ray,
+        cpus=nodes.cpus,
         others=_OTHERS.format(ray=ray) if nodes.most > 1 else "",
         train=shlex.join(wishes.train),
         join=_JOIN_S,

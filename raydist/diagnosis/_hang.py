@@ -42,18 +42,66 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`rank` makes the others wait, because of `why`. None: no rank does; they wait for data or storage."""
+    """`rank` makes the others wait, because of `why`. None: no rank does; they wait for data or storage.
+
+    `sides`: that rank and one that waits for it, as plain data: `rank`, `where`, and of a collective of each `group`, `number` and
+    `collective`, None where none is known.
+    """
 
     rank: int | None
     why: str
+    sides: Sequence[dict[str, Any]] = ()
 
 
 def judge(views: Mapping[int, RankView]) -> Verdict:
-    """The rank to blame when a rank is late. `views`: every rank whose agent answered; at least one.
+    """The rank to blame when a rank is late, with one that waits for it. `views`: every rank whose agent answered; at least one."""
+    verdict = _blame(views)
+    if verdict.rank is None or len(views) < 2:
+        return verdict
+    sides = _sides(views, verdict.rank)
+    waits = sides[1]
+    what = (
+        f" in collective {waits['number']} of group {waits['group']}, {waits['collective']}" if waits["group"] else ""
+    )
+    at = f", at {waits['where']}" if waits["where"] else ""
+    return Verdict(verdict.rank, f"{verdict.why}; rank {waits['rank']} waits{what}{at}", sides)
 
-    In this order: a process that cannot run; a rank that is steps behind, unless it waits for data; one whose Python runs no other
-    thread; then, of those that do not wait if there are any, one that has started fewer collectives than the others, or a different
-    one; one that is in another phase than most; the one that is earliest in the step.
+
+def _sides(views: Mapping[int, RankView], rank: int) -> list[dict[str, Any]]:
+    """`rank`, and one that waits for it: if possible with the first collective of a group in which `rank` differs or which it has
+    not started, and what `rank` has started in its place, else with the newest of each."""
+    own = _by_group(views[rank])
+    others = sorted((r for r in views if r != rank), key=lambda r: (not views[r].waits, r))
+    for other in others:
+        for group, theirs in _by_group(views[other]).items():
+            mine = own.get(group)
+            if mine is None:
+                continue
+            newest = max(mine)
+            apart = [number for number, what in theirs.items() if number > newest or mine.get(number, what) != what]
+            if apart:
+                number = min(apart)
+                differs = [(group, number, mine[number])] if number in mine else views[rank].collectives[-1:]
+                return [_side(views, rank, *differs), _side(views, other, (group, number, theirs[number]))]
+    return [_side(views, one, *views[one].collectives[-1:]) for one in (rank, others[0])]
+
+
+def _by_group(view: RankView) -> dict[str, dict[int, str]]:
+    groups: dict[str, dict[int, str]] = {}
+    for group, number, what in view.collectives:
+        groups.setdefault(str(group), {})[int(number)] = str(what)
+    return groups
+
+
+def _side(views: Mapping[int, RankView], rank: int, found: Sequence[Any] = (None, None, None)) -> dict[str, Any]:
+    group, number, what = found
+    return {"rank": rank, "where": views[rank].where, "group": group, "number": number, "collective": what}
+
+
+def _blame(views: Mapping[int, RankView]) -> Verdict:
+    """In this order: a process that cannot run; a rank that is steps behind, unless it waits for data; one whose Python runs no
+    other thread; then, of those that do not wait if there are any, one that has started fewer collectives than the others, or a
+    different one; one that is in another phase than most; the one that is earliest in the step.
     """
     for rank, view in sorted(views.items()):
         if view.state in "TtZ":
@@ -99,8 +147,8 @@ def _odd_one(views: Mapping[int, RankView]) -> Verdict | None:
     """A rank that has started fewer collectives of a group than the others, or a different one under the same number."""
     groups: dict[str, dict[int, dict[int, str]]] = {}
     for rank, view in views.items():
-        for group, number, what in view.collectives:
-            groups.setdefault(str(group), {}).setdefault(rank, {})[int(number)] = str(what)
+        for group, numbers in _by_group(view).items():
+            groups.setdefault(group, {})[rank] = numbers
     for group, ranks in sorted(groups.items()):
         if len(ranks) < 2:
             continue

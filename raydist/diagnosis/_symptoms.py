@@ -31,6 +31,9 @@ part: 8 times the spread of such a mean, if parts are independent."""
 FEW = 12
 """Differences of parts that the noise takes. With fewer, down to the two between three judged parts, both limits rise in
 proportion: a rank that costs 0.9 of the time is named after 9 s, one that costs 0.6 after 12 s, before the run has a history."""
+SURE = 0.6
+"""A rank that costs this much in all of RECENT parts but one, the newest ones, is named whatever the noise before: on a crowded
+host that is above 0.25, and four times that cannot be reached."""
 LEFT_OUT = 1.5
 """Spread of normal noise over that without the largest of 3 values; 1.3 of 7."""
 COMMON = {
@@ -48,8 +51,8 @@ COMMON = {
         "below it a rank of uneven work; a fault that is worth a change is slower",
     ),
     "noise": (
-        f"{SIGMAS:g} times the run's own spread of one part",
-        "8 standard deviations of a mean of 4; benchmarks/doctor.py",
+        f"{SIGMAS:g} times the run's own spread of one part, or {SURE:g} of the time in each of the newest {RECENT - 1} parts",
+        "8 standard deviations of a mean of 4; a healthy rank of a crowded host has lost 0.7 in one part, not in three",
     ),
 }
 """Limits of slow_compute and slow_data -> (value, source)."""
@@ -251,7 +254,8 @@ def _excess(own: Array, crowded: Array) -> dict[int, tuple[float, float, float]]
             continue
         parts = RECENT * (PATIENCE if busy else 1)
         last = apart[i, -parts:]
-        enough = max(few * LEAST_LOST + crowd, few * SIGMAS * noise)
+        sure = (apart[i, 1 - RECENT :] >= SURE).all()
+        enough = max(few * LEAST_LOST + crowd, min(few * SIGMAS * noise, SURE if sure else np.inf))
         steady = len(last) == parts and (last >= STEADY * enough).sum() >= parts * (RECENT - 1) / RECENT
         times = float(takes[i]) / max(others, 0.05)
         if steady and min(lost, float(np.nanmean(last))) >= enough and times >= RATIO:

@@ -5,7 +5,7 @@ Runs anywhere: plain python. A hang's verdict is that of raydist.diagnosis._hang
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raydist.diagnosis._window import Window
@@ -68,9 +68,25 @@ def _failure(window: Window, event: Event) -> Finding:
         remedy=_REMEDIES[fault],
         cause=cause,
         culprit=culprit,
-        evidence=[{"figure": "verdict", "value": data["cause"], "from": "event: failure"}],
+        evidence=[
+            {"figure": "verdict", "value": data["cause"], "from": "event: failure"},
+            *(found for side in data.get("sides") or [] for found in _side(side)),
+        ],
         confidence=0.8,
     )
+
+
+def _side(side: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Where one of the two ranks of a hang is, and its collective."""
+    if side["where"]:
+        yield {
+            "figure": f"line of rank {side['rank']}",
+            "value": side["where"],
+            "from": "the stack of its training thread",
+        }
+    if side["collective"]:
+        value = f"{side['collective']}, number {side['number']} of group {side['group']}"
+        yield {"figure": f"collective of rank {side['rank']}", "value": value, "from": "torch's flight recorder"}
 
 
 def _stalled(data: dict[str, Any]) -> Finding:

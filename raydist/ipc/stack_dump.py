@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ _STACKS_S = 1.0
 _RECORD_S = 2.0
 _RECORD_BYTES = 64 << 20
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (\S+)')
-_NOT_USER_CODE = (str(Path(raydist.__file__).parent) + os.sep, "/site-packages/", "/lib/python3", "<frozen", "<string>")
+_RAYDIST = str(Path(raydist.__file__).parent) + os.sep
+_NOT_USER_CODE = (_RAYDIST, "/site-packages/", "/lib/python3", "<frozen", "<string>")
+_MEASURES = ("worker/metrics/", "worker/faults/")
+"""Parts of raydist that are called around other code: their lines do not say what a rank does."""
 
 
 def answer(stacks_fd: int, control: socket.socket) -> None:
@@ -110,12 +114,15 @@ class Witness:
 
 
 def where(stacks: str, main: int) -> str:
-    """The innermost line of the training thread in the user's code; if there is none, its innermost line. "" without a stack."""
+    """The innermost line of the training thread in the user's code; else in raydist's, or at all. "" without a stack."""
     frames = _frames(stacks, main)
     if not frames:
         return ""
     users = (f for f in frames if not any(part in f[0] for part in _NOT_USER_CODE))
-    path, line, function = next(users, frames[0])
+    ours = (
+        f for f in frames if f[0].startswith(_RAYDIST) and not f[0].startswith(tuple(map(_RAYDIST.__add__, _MEASURES)))
+    )
+    path, line, function = next(chain(users, ours), frames[0])
     return f"{path}:{line} in {function}"
 
 

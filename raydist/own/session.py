@@ -36,6 +36,7 @@ from raydist.worker.build import check_same
 from raydist.worker.checkpoint.manager import CheckpointManager, Progress
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.checks.bad_steps import BadStepCheck
+from raydist.worker.dataloader import sent
 from raydist.worker.precision import Precision
 
 SCHEDULER = "scheduler"
@@ -246,7 +247,7 @@ class Session:
     # --- inside
 
     def _to_device(self, value: Any) -> Any:
-        return value.to(self.rank.device) if isinstance(value, Tensor) else value
+        return sent(value, self.rank.device) if isinstance(value, Tensor) else value
 
     def _update(self) -> None:
         at, step, training = self._at, self._step, self._distributed()

@@ -30,6 +30,8 @@ _WIDEST = frozenset({
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot",
 })  # fmt: skip
 
+_IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
 
 @cache
 def wide_on_cuda() -> frozenset[str]:
@@ -80,6 +82,8 @@ class OnTarget(TorchFunctionMode):
             self.attends = True
             if self._cuda:
                 return self._attend(*args, **kwargs)
+        if func == _IS_CUDA:  # our own attention asks: it gives kernels other heads there
+            return self._cuda
         if func is torch._grouped_mm:
             made: Tensor = _GroupedProduct.apply(*args[:2])  # type: ignore[no-untyped-call]
             return made

@@ -341,7 +341,7 @@ def not_found(what: str, name: str, looked: Sequence[str], known: Sequence[str],
     more = ", ..." if len(known) > _SHOWN else ""
     hints = [
         f"did you mean {' or '.join(map(repr, near))}?" if near else "",
-        f"{what}s there: {', '.join(known[:_SHOWN])}{more}" if known else "",
+        f"{what.replace(' or ', 's or ')}s there: {', '.join(known[:_SHOWN])}{more}" if known else "",
         hint,
     ]
     return RunNotFound(f"no {what} {name!r}: looked at {' and '.join(looked)}", "\n  ".join(filter(None, hints)))

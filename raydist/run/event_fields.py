@@ -102,7 +102,8 @@ FIELDS: dict[str, dict[str, str]] = {
     "data_stalled": {"step": "integer?", "rank": "integer?"},
     "trace_failed": {"rank": "integer?"},
     "fault": {"fault": "text", "rank": "integer?", "step": "integer", "attempt": "integer"},
-    "failure": {"attempt": "integer", "rank": "integer?", "cause": "text", "fault": "text?", "traceback": "text?"},
+    "failure": {"attempt": "integer", "rank": "integer?", "cause": "text", "fault": "text?", "traceback": "text?",
+                "sides": "workers?"},
     "decision": {"action": "text", "because": "text"},
     "ended": {"status": "text", "cause": "text?"},
     # of a sweep's cells

@@ -16,8 +16,9 @@ from raydist.data.batches import MASKED, Divide, MicroBatch, Samples, StepBatch,
 from raydist.data.dataset import TokenDataset
 from raydist.data.samples import batches_of, divide_of, held_out_samples, training_samples
 from raydist.data.sequences import Sequences
-from raydist.errors import DataError, UserError
+from raydist.errors import UserError
 from raydist.spec import JobSpec
+from raydist.worker.distributed import use_device
 from raydist.worker.mesh import Mesh
 from raydist.worker.parts import Parts
 
@@ -50,6 +51,7 @@ class Feed:
 
     def to_torch(self, batch: StepBatch) -> StepBatch:
         """Converts this rank's tokens of every micro-batch to tensors, in pinned memory for CUDA. Called in the loader's thread."""
+        use_device(self._device)  # torch asks there whether copies from pinned memory have ended
         own = [own_tokens(m, self._mesh) for m in batch.micro_batches]
         if self._mesh.context > 1:
             batch.tokens = sum(int(np.count_nonzero(m.targets != MASKED)) for m in own)
@@ -67,11 +69,6 @@ class Feed:
     def eval_set(self) -> list[MicroBatch]:
         """This rank's part of the eval batches, the same at each evaluation. Raises DataError if the eval split is empty."""
         samples = held_out_samples(self._spec, self._dataset, self.samples)
-        if not len(samples):
-            raise DataError(
-                f"{self._dataset.uri}: the eval split is empty, but eval.every is {self._spec.eval.every}",
-                "prepare with a larger eval_fraction, or set eval.every: null",
-            )
         batches = eval_batches(len(samples), self._spec.eval.batches, self.batches.global_batch)
         divide, rank, size = divide_of(self._spec, samples), self._mesh.data_rank, self._mesh.data_size
         if self.parts is None:
@@ -115,8 +112,14 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """Copies tensors to `device`, unless they are there already; from pinned memory the host does not wait."""
     if device.type == "cpu":
         return batch
-    move: dict[str, Any] = {"device": device, "non_blocking": True}
-    return _each(batch, lambda tensor: tensor.to(**move))
+    return _each(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of a batch on `device`. From pageable memory the host would wait until the device has done all before."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.layout is torch.strided:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _tensors(batch: MicroBatch, pin: bool) -> MicroBatch:

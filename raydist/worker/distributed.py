@@ -74,6 +74,13 @@ def choose_device(local_rank: int, gpus: float | None) -> Choice[torch.device]:
     return Choice(torch.device("cuda", index), f"CUDA device {index} of {n}: {torch.cuda.get_device_name(index)}")
 
 
+def use_device(device: torch.device) -> None:
+    """To be called first in a thread that calls CUDA, also if it only asks for an event: a new thread has the first device, and on
+    the first such call CUDA makes a context there, of some 500 MB for each rank of the node."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def choose_backend(device: torch.device) -> Choice[str]:
     """The backend for tensors of this device; CPU tensors always use gloo."""
     if device.type == "cuda":

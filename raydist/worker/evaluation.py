@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from raydist.data.batches import MASKED, MicroBatch
 from raydist.ipc.heartbeat import Heartbeat
-from raydist.worker.loss import Loss, call_model
+from raydist.worker.loss import Loss, call_model, unwrapped
 from raydist.worker.loss.cross_entropy import loss_sum
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import ParallelStrategy, run_passes
@@ -63,7 +63,7 @@ def evaluate(
     loss: Loss = loss_sum,
 ) -> tuple[float, int]:
     """(mean loss in nats, tokens) over the held-out batches of all ranks, each of which brings its own part."""
-    module = getattr(strategy.module, "module", strategy.module)
+    module = unwrapped(strategy.module)
     was_training = module.training
     module.eval()
     parts: Parts | None = getattr(strategy, "parts", None)

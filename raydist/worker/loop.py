@@ -189,8 +189,8 @@ class _Run(Assembly):
 
     def _before_copy(self) -> None:
         self.heartbeat.enter("save")
-        if self.replica_check:
-            self.replica_check.before_save(self.at.step)  # every rank: hashes are compared
+        if self.replica_check and self.replica_check.before_save(self.at.step):  # every rank: hashes are compared
+            self.strategy.updated()
 
     def _stalled(self, stall: Stall) -> None:
         """Reports that the loader gives no batch, while the stall lasts: on rank 0 as an event, on others through `tell`."""

@@ -24,4 +24,5 @@ def pin(memory: Tensor, device: torch.device) -> int:
 
 def _unpin(address: int, device: torch.device) -> None:
     torch.cuda.synchronize(device)  # no copy may be under way
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):  # a finalizer runs in any thread
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -23,10 +23,12 @@ NOWHERE = "http://127.0.0.1:1"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files with one mistake each, beside a valid job and its text."""
     root = tmp_path_factory.mktemp("bad")
-    job: dict[str, Any] = {"name": "j", "data": {"source": "good.txt"}, "train": {"steps": 3}}
+    one: dict[str, Any] = {"name": "j", "data": {"source": "good.txt"}, "train": {"steps": 3}}
+    job = {**one, "eval": {"every": None}}
     files: dict[str, str | bytes] = {
         "job.yaml": yaml.safe_dump(job),
-        "grid.yaml": yaml.safe_dump({"base": "job.yaml", "array": {"parameters": [{"learning_rate": [1e-3, 1e-2]}]}}),
+        "one.yaml": yaml.safe_dump(one),
+        "grid.yaml": yaml.safe_dump({"base": "one.yaml", "array": {"parameters": [{"learning_rate": [1e-3, 1e-2]}]}}),
         "far.yaml": yaml.safe_dump({**job, "data": {"source": "../elsewhere.txt"}}),
         "orphan.yaml": "base: nosuch.yaml\narray: {parameters: [{learning_rate: [1.0e-3]}]}\n",
         "circle.yaml": "extends: circle.yaml\n",
@@ -96,6 +98,7 @@ COMMANDS = {
     **{f"bench comm {name}": JOB_FILES[name] for name in ("nosuch.yaml", "dir.yaml")},
     **{f"data prepare {name} --out made": says for name, says in SOURCES.items()},
     "train deep.yaml": "nested too deeply",
+    "train one.yaml": "its 0 held-out documents make no sample",
     "train circle.yaml": "goes round in a circle",
     "train grid.yaml": "raydist sweep grid.yaml",
     "sweep job.yaml": "raydist train job.yaml",
@@ -149,6 +152,8 @@ COMMANDS = {
     "run binary.py": "binary.py: source code string cannot contain null bytes",
     "run nested.py": "nested too deeply",
     "run ok.py --name a/b": "run name 'a/b'",
+    "train job.yaml --name ''": "run name ''",
+    f"submit job.yaml --address {NOWHERE} --name a/b": "run name 'a/b'",
     "run ok.py --workers 0": "--workers",
     "run ok.py --cpus nan": "--cpus nan: is not a number",
     "run ok.py --set nosuch.x=1": "is not a field of a script's job",
@@ -173,6 +178,7 @@ COMMANDS = {
     "deploy slurm sized.yaml --time '1 2'": "is not an option of sbatch",
     "deploy slurm sized.yaml --storage s3://me:secret@b": "contains secrets",
     "deploy compose sized.yaml --image ''": "--image ''",
+    "deploy compose ../sized.yaml": "only this folder is in the containers",
     "deploy compose sized.yaml --out good.txt": "--out good.txt: cannot be made: File exists",
     "deploy slurm sized.yaml --out /proc/x": "--out /proc/x: cannot be made",
     **{f"check {name}": JOB_FILES[name] for name in ("nosuch.yaml", "syntax.yaml")},

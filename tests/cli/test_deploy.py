@@ -178,6 +178,7 @@ def test_slurm(job: Any, tmp_path: Path) -> None:
     assert "raydist train job.yaml --set optim.lr=1e-3 --name my_Job.1 " in script
     assert "--labels=pool=a" in script
     assert """ '--resources={"fast_nvme": 4}' """ in script
+    assert "export SRUN_CPUS_PER_TASK=64\n" in script
     block = "others=" + script.partition("\nothers=")[2].partition("\nfi\n")[0] + "\nfi; wait"
     for count, said in ((1, ""), (2, "--nodes=1 --ntasks=1 ")):  # of 1-2 nodes; srun refuses --nodes=0
         shell = f'srun() {{ echo "$@"; }}; SLURM_JOB_NUM_NODES={count} head=a address=b; {block}'
@@ -207,6 +208,8 @@ def test_compose(job: Any) -> None:
     assert "--block" not in start
     stop = f"{Nodes.of(load(Path('job.yaml'), ['cluster.resources.nodes=2'])).grace_s}s"
     assert made["services"]["head"]["stop_grace_period"] == stop, "as long as a checkpoint may take"
+    dollar = yaml.safe_load(deploy("compose", "job.yaml", "--set", "data.path=$HOME\n/x").stdout)
+    assert "--set 'data.path=$$HOME\n/x'" in dollar["services"]["head"]["command"][2], "$$ is compose's way to write $"
     with pytest.raises(UserError, match="each worker has 1 GPUs"):
         deploy("compose", job(workers=2, gpus_per_worker=1, resources={}))
 

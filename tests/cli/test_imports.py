@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,21 @@ def test_trust(monkeypatch: pytest.MonkeyPatch, planted: Path) -> None:
         registry.trust(True)
         sys.modules.pop("own", None)
     assert json.dumps(tree)
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
+    """They take a fifth of a second, on a busy machine some seconds."""
+    script = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'raydist.cli.main': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from raydist.__main__ import main\n"
+        "main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")

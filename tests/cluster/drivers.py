@@ -106,7 +106,8 @@ def _main() -> None:
     if kind == "private":
         with open_session("local", env=worker_environment(), log_dir=Path(rest[0])) as session:
             # After open_session: ray.init() sets a handler for SIGTERM, not for SIGINT.
-            signal.signal(signal.SIGINT, lambda *_: _say(interrupted=True))
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: _say(interrupted=True))
             _say(address=session.address, temp=str(session.temp_dir), token=os.environ["RAY_AUTH_TOKEN"])
             for line in sys.stdin:
                 config = json.loads(line)

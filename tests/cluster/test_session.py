@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
+from raydist.cluster import head_monitor
 from raydist.cluster import session as session_module
 from raydist.cluster.session import open_session, worker_environment
 from raydist.errors import ClusterUnreachable, UserError
@@ -205,19 +206,46 @@ def test_a_private_ray_dies_with_its_driver(
     assert not ray.is_initialized()
 
 
-def test_ctrl_c_reaches_the_driver_alone_and_an_actor_that_does_not_end_is_ended(
+def test_ray_is_not_shut_down_below_a_thread_that_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's end waits for it; if it does not return, the process leaves without Ray's shutdown, in which such a call may
+    end the process by SIGSEGV. Ray's own threads, which its shutdown ends, are not waited for."""
+    import ray
+
+    downs: list[str] = []
+    monkeypatch.setattr(ray, "shutdown", lambda: downs.append("down"))
+    monkeypatch.setattr(head_monitor, "QUIET_S", 0.1)
+    monkeypatch.setattr(head_monitor, "lost", False)
+    namespace: dict[str, Any] = {"__name__": "ray.actor"}
+    exec("def call(returns): returns.wait()", namespace)
+    returns = threading.Event()
+    threads = [
+        threading.Thread(target=namespace["call"], args=[returns], name=n) for n in ("ray_listen", "raydist-abort")
+    ]
+    threads[0].start()
+    session_module._shut_down()
+    assert (downs, head_monitor.lost) == (["down"], False)
+    threads[1].start()
+    session_module._shut_down()
+    assert (downs, head_monitor.lost) == (["down"], True)
+    returns.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_signal_to_the_process_group_reaches_the_driver_alone_and_an_actor_that_does_not_end_is_ended(
     drivers: Callable[..., Driver], tmp_path: Path
 ) -> None:
-    """SIGINT to the whole process group, as a terminal sends it: only the driver receives it; Ray and the workers continue. An
-    actor hangs at exit, as Ray's own shutdown sometimes does: it is killed, and no process remains."""
+    """SIGINT and SIGTERM to the whole process group, as a terminal and `timeout` send them: only the driver receives them; Ray
+    and the workers continue. An actor hangs at exit, as Ray's own shutdown sometimes does: it is killed, and no process remains."""
     driver = drivers("private", str(tmp_path / "logs"))
     driver.read()
     workers, go = tmp_path / "started", tmp_path / "go"
     workers.mkdir()
     driver.write(end={"*": "file"}, file=str(go), started=str(workers), bystander=str(tmp_path / "bystander"))
     _wait(lambda: len([p for p in workers.iterdir() if p.read_text()]) == 2)
-    os.killpg(driver.process.pid, signal.SIGINT)
-    assert driver.read() == {"interrupted": True}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.killpg(driver.process.pid, number)
+        assert driver.read() == {"interrupted": True}
     _wait(lambda: (tmp_path / "bystander").exists())
     go.touch()
     answer = driver.read()

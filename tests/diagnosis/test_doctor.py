@@ -165,6 +165,21 @@ def test_a_rank_that_is_slow_from_the_start_is_named() -> None:
     assert seconds[0] > 35
 
 
+def test_noise_before_hides_no_rank_that_all_wait_for() -> None:
+    """Ranks of a crowded host are ahead in turn, by up to 0.7 for 6 s; then one waits in its own code for 0.9 of the time. Nothing
+    is told of the first, and the second within 15 s, although four times the noise is more than all of the time."""
+
+    def crowded(rank: int, second: int) -> dict[str, float]:
+        if second >= 61:
+            return {"compute": 0.85 if rank == 1 else 0.0}
+        late = (0.7, 0.1, 0.0, 0.5, 0.3)[second // 6 % 5] if rank == second // 6 % 2 else 0.0
+        return {"compute": late, "run_delay_seconds": 0.3 + late}
+
+    ((at, finding),) = told(Diagnosis(), rows(90, crowded, ranks=2))
+    assert (finding.rule, finding.rank) == ("own_code", 1)
+    assert 61 < at <= 76
+
+
 def test_what_the_kernel_names_needs_no_history() -> None:
     """A rank that is held for 4 s is told in the first seconds of a run, where all lack a processor for 0.7 of the time; one that a
     quota keeps back is told there, too, and the same quota of all ranks is told of their node."""

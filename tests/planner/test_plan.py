@@ -606,8 +606,7 @@ def test_full_recomputation_keeps_the_blocks_inputs_only() -> None:
 
 
 def test_attention_s_kernel_is_the_target_s() -> None:
-    """GPUs: flash in half precision, memory-efficient with a mask, T x T matrices where neither is possible. CPUs
-    have flash too."""
+    """GPUs: flash in half precision, memory-efficient with a mask or in fp32, also of grouped heads. CPUs have flash too."""
 
     def kernel(target: Any, **sections: Any) -> tuple[str, int]:
         planner = Planner(job(**sections), VOCAB, target)
@@ -616,12 +615,13 @@ def test_attention_s_kernel_is_the_target_s() -> None:
 
     assert kernel("cuda", precision="bf16")[0] == "flash"
     assert kernel("cuda", precision="bf16", data={"source": "any", "pack": True})[0] == "memory-efficient"
-    efficient, without = kernel("cuda")
-    assert efficient == "memory-efficient"
-    # Grouped heads have no such kernel in fp32. Then a T x T matrix is saved for each layer, sequence and head.
-    math, squares = kernel("cuda", model={**SMALL, "kv_heads": 1})
-    assert math == "math"
-    assert squares - without > SMALL["layers"] * 4 * SMALL["heads"] * 128 * 128 * 4 / 2
+    # Of grouped heads each query head gets its own keys and values: not T x T numbers of a sequence, but T x K of each head.
+    for sections in ({"precision": "bf16", "data": {"source": "any", "pack": True}}, {}):
+        own, whole = kernel("cuda", **sections)
+        grouped, saved = kernel("cuda", model={**SMALL, "kv_heads": 1}, **sections)
+        assert own == grouped == "memory-efficient"
+        assert saved <= whole
+    assert kernel("cuda", model={**SMALL, "kv_heads": 1}, precision="bf16")[0] == "flash"
     assert kernel("cpu")[0] == "flash"
     assert kernel("cpu", model={"name": "mlp", "layers": 1, "width": 8, "context": 128})[0] == "none"
 

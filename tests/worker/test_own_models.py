@@ -13,7 +13,9 @@ from raydist import registry
 from raydist.errors import GraphMismatch, UserError
 from raydist.spec import JobSpec
 from raydist.worker import build
+from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.distributed import Rank
+from raydist.worker.evaluation import evaluate
 from raydist.worker.mesh import Mesh
 from tests.ownmodels import Own, save_pretrained
 from tests.training import CONTEXT, MODEL, VOCAB, Trainer, alone, counted, job, mine, run, samples
@@ -137,3 +139,22 @@ def two_steps(rank: Rank, spec: JobSpec) -> list[Any]:
         report = trainer.step(step, batches, counted(batches), 1e-2, want_stop=False)
         after.append({**trainer.whole(), "loss": torch.tensor(report.loss)} if step == 2 else trainer.whole())
     return after
+
+
+def halved(rank: Rank, strategy: str) -> tuple[float, float, bool]:
+    """The first loss of a step and an evaluation before it, of the same samples; whether a checkpoint has the model's names."""
+    spec = own("Halved", strategy)
+    trainer = Trainer(rank, spec, N * CONTEXT, made(rank, spec))
+    batches = mine(rank, *samples(N), 2)
+    held_out, _ = evaluate(trainer.mesh, trainer.strategy, trainer.precision, batches)
+    report = trainer.step(1, batches, counted(batches), 0.0, want_stop=False)
+    saved = TrainState(trainer.model, trainer.optimizer, trainer.shards).weights()
+    return held_out, report.loss, {f"model/{name}" for name in trainer.shards} <= saved.keys()
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 1), ("ddp", 2), ("zero1", 2), ("zero3", 2)])
+def test_a_part_may_have_the_name_of_a_wrapper_s(ranks: Any, strategy: str, world: int) -> None:
+    """A model whose layers are in `self.module` is trained and evaluated as a whole, and saved under its own names."""
+    for held_out, loss, named in run(ranks, halved, world, strategy):
+        assert held_out == pytest.approx(loss, rel=1e-6)
+        assert named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,3 +85,24 @@ def test_eval_loss_is_the_mean_over_all_ranks_tokens(ranks: Any) -> None:
     for theirs, count in ranks.run(evaluated, 3, 2):
         assert theirs == pytest.approx(loss, rel=1e-6)
         assert count == tokens
+
+
+def changed_after_evaluation(rank: Rank, strategy: str) -> float:
+    """The held-out loss once each rank has halved the weights that it updates, of which an evaluation has left copies."""
+    trainer = Trainer(rank, job(strategy), full=7 * CONTEXT)
+    batches = mine(rank, *samples(7), 2)
+    held_out = partial(evaluate, trainer.step.mesh, trainer.strategy, trainer.precision, batches)
+    held_out()
+    with torch.no_grad():
+        for shard in trainer.shards.values():
+            shard.local.div_(2)
+    trainer.strategy.updated()
+    return held_out()[0]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_weights_that_change_after_an_evaluation_are_used(ranks: Any, strategy: str) -> None:
+    """As the repair of a replica changes them, before a checkpoint: all ranks compute with the new values."""
+    expected = changed_after_evaluation(alone(), "ddp")
+    for loss in ranks.run(changed_after_evaluation, 2, strategy):
+        assert loss == pytest.approx(expected, rel=1e-6)

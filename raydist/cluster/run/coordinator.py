@@ -163,7 +163,7 @@ class Coordinator:
         if verdict.rank is None:
             return {}
         silent = self._views[verdict.rank]["seconds"]
-        return {verdict.rank: {"hung": verdict.why, "at": time.time(), "silent_s": silent}}
+        return {verdict.rank: {"hung": verdict.why, "sides": verdict.sides, "at": time.time(), "silent_s": silent}}
 
     async def reports(self) -> dict[int, dict[str, Any]]:
         """The reports of the present attempt so far."""

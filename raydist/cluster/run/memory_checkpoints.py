@@ -63,6 +63,7 @@ class MemoryCheckpoints:
         self._ended.set()
         with self._lock:
             nodes, self._nodes = self._nodes, {}
+            self._links = {}  # the thread calls Ray no more
         if self._private:
             for memory_store in nodes.values():
                 memory_store.close()

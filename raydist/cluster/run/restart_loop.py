@@ -212,6 +212,7 @@ class RestartLoop:
             # For a death Ray's text is a page of possible reasons; `cause` has what is known.
             traceback=failure.traceback if failure.kind == "user_error" else "",
             echoes=failure.echoes,
+            **({"sides": list(failure.sides)} if failure.sides else {}),
         )
         spec = self._spec
         batching, replicas = spec.data.batching, self._elasticity.workers // spec.parallel.replica

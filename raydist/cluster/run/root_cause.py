@@ -68,6 +68,7 @@ class RankError:
 
     `type_name` and `message` are the exception's; `bases` has the names of its base classes, so that subclasses of an error that no
     restart can repair are recognised. `traceback` is text. `stage`: see `raydist.worker.metrics.startup_timing.Startup.doing`.
+    `sides`: of a rank that hangs, see `raydist.diagnosis._hang.Verdict`.
     """
 
     rank: int | None
@@ -78,6 +79,7 @@ class RankError:
     kind: Kind = "user_error"
     bases: tuple[str, ...] = ()
     stage: str = ""
+    sides: Sequence[Mapping[str, Any]] = ()
 
     @property
     def cause(self) -> str:
@@ -102,7 +104,8 @@ class Failure:
     node: str | None = None
     repeats: Repeats = "unknown"
     stage: str = ""
-    """The stage of the rank in `rank`: see RankError."""
+    """The stage of the rank in `rank`: see RankError, and for `sides`."""
+    sides: Sequence[Mapping[str, Any]] = ()
 
     @property
     def signature(self) -> tuple[str, str]:
@@ -118,7 +121,7 @@ def rank_error(rank: int, report: Mapping[str, Any]) -> RankError | None:
         error = report["error"]
         return RankError(**{**error, "bases": tuple(error["bases"])})
     if "hung" in report:
-        return RankError(rank, "RankHung", report["hung"], at=report["at"], kind="worker_hung")
+        return RankError(rank, "RankHung", report["hung"], at=report["at"], kind="worker_hung", sides=report["sides"])
     if "lost" in report:
         return RankError(**report["lost"])
     died = report["died"]
@@ -264,4 +267,5 @@ def root_cause(found: Sequence[RankError]) -> Failure:
         heals=_NEVER_HEALS.isdisjoint({first.type_name, *first.bases}),
         repeats=repeats(first, found),
         stage=first.stage,
+        sides=first.sides,
     )

@@ -172,10 +172,10 @@ class Supervisor:
                 if self._without_head():
                     break
                 self._show()
-            if self._error is not None:
-                raise self._error
             if attempts.is_alive():
                 head_monitor.lost = True  # its thread may be in any call of Ray: nothing may be torn down below it
+            if self._error is not None:
+                raise self._error
             if self._ending is not None and self._ending.status == "stopped":
                 self._outage.look_for_another()
             self._outage.look()

@@ -34,6 +34,7 @@ from raydist.worker.checkpoint.save import Saver
 from raydist.worker.checkpoint.save_in_flight import SaveResult
 from raydist.worker.checkpoint.save_plan import Part
 from raydist.worker.checkpoint.staging import Stage, device_of
+from raydist.worker.distributed import use_device
 from raydist.worker.parameter_table import TensorTable
 from raydist.worker.pinned import pin
 
@@ -56,6 +57,7 @@ class Slot(Stage):
 
     def reserve(self, nbytes: int) -> None:
         """Allocates every page. Raises OSError (ENOSPC) if shared memory is full: a write there would be a bus error."""
+        use_device(self.device)
         if nbytes == self._buffer.numel():
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -68,7 +70,7 @@ class Slot(Stage):
             os.close(file)
         self._buffer = torch.frombuffer(pages, dtype=torch.uint8)
         self._layout = []
-        if self._device.type == "cuda" and (code := pin(self._buffer, self._device)):
+        if self.device.type == "cuda" and (code := pin(self._buffer, self.device)):
             raise OSError(errno.ENOMEM, f"{nbytes:,} bytes could not be pinned (CUDA error {code})")
 
     def withdraw(self) -> None:

@@ -8,6 +8,7 @@ It has the layout of the shard, which is the buffer written to a file.
 
 from __future__ import annotations
 
+import errno
 import mmap
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from raydist.worker.checkpoint.save_plan import Part, aligned
+from raydist.worker.distributed import use_device
+from raydist.worker.pinned import pin
 
 
 class Stage:
@@ -25,7 +28,7 @@ class Stage:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._layout: list[tuple[int, int]] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -38,15 +41,18 @@ class Stage:
         return memoryview(self._buffer.numpy())  # type: ignore[arg-type]
 
     def reserve(self, nbytes: int) -> None:
-        """Allocates and touches every page. Slow the first time; does nothing afterwards."""
+        """The side thread, first: allocates and touches every page. Slow the first time; does nothing afterwards."""
+        use_device(self.device)
         if nbytes > self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
-            self._buffer = _pinned(nbytes) if self._stream else _pages(nbytes)
+            self._buffer = _pages(nbytes)
+            if self._stream and (code := pin(self._buffer, self.device)):
+                raise OSError(errno.ENOMEM, f"{nbytes:,} bytes could not be pinned (CUDA error {code})")
 
     def ready(self) -> None:
         """The training thread: kernels launched on its stream before this call are part of the state to copy."""
         if self._stream:
-            self._before = torch.cuda.current_stream(self._device).record_event()
+            self._before = torch.cuda.current_stream(self.device).record_event()
 
     def copy(self, parts: Sequence[Part]) -> None:
         """The side thread: copies all parts. From CUDA it only enqueues the copies; `finish` waits for them."""
@@ -70,7 +76,7 @@ class Stage:
     def hold_update(self) -> None:
         """The training thread, after `copy` has returned: kernels that it launches from now on wait for the copies."""
         if self._after is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._after)
+            torch.cuda.current_stream(self.device).wait_event(self._after)
 
     def finish(self) -> None:
         """The side thread: returns once all copies are done."""
@@ -98,7 +104,3 @@ def _pages(nbytes: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).zero_()
-
-
-def _pinned(nbytes: int) -> Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -112,9 +112,10 @@ class ReplicaCheck(StepHook):
             buffer.copy_(value)
         return True
 
-    def before_save(self, step: int) -> None:
-        """Compares and repairs the state that the checkpoint of `step` will hold. Raises as `recompute`."""
-        self._mend(step, saved=True)
+    def before_save(self, step: int) -> bool:
+        """Compares and repairs the state that the checkpoint of `step` will hold: whether any rank has other values now, the same
+        on all ranks. Raises as `recompute`."""
+        return self._mend(step, saved=True)
 
     def _groups(self, name: str, together: bool) -> tuple[Ranks, ...]:
         """The ranks in groups whose module has the same bits of a parameter. zero1 and zero2 have it whole (or the part that

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from raydist import registry
 
@@ -44,3 +45,8 @@ def call_model(module: nn.Module, batch: MicroBatch, **more: Any) -> Tensor:
     kwargs = {} if batch.documents is None else {"documents": batch.documents}
     made: Tensor = module(batch.tokens, **more, **kwargs)
     return made
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model without DDP's wrapper. A user's model may have a part of the name `module`, too."""
+    return module.module if isinstance(module, DistributedDataParallel) else module

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raydist.data.batches import MASKED, MicroBatch
-from raydist.worker.loss import Loss, call_model
+from raydist.worker.loss import Loss, call_model, unwrapped
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
@@ -24,7 +24,7 @@ def build(spec: JobSpec) -> Loss:
 
 def loss_sum(module: nn.Module, batch: MicroBatch) -> Tensor:
     """Summed over the targets that count: a scalar in fp32. A model with `gives_loss` computes it itself."""
-    if getattr(getattr(module, "module", module), "gives_loss", False):
+    if getattr(unwrapped(module), "gives_loss", False):
         return call_model(module, batch, targets=batch.targets)
     logits_BTV = call_model(module, batch)
     return F.cross_entropy(

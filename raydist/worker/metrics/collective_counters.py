@@ -129,7 +129,7 @@ def expose(op: str, seconds: float) -> None:
 class CollectiveCounters:
     """Counts from `install` until `close`, in the whole process; one at a time. `device`: the device that this rank trains on.
 
-    Call `install` in the training thread: only waits of that thread count as exposed.
+    Call `install` in the training thread: only its waits, and those of its backward passes, count as exposed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -145,6 +145,9 @@ class CollectiveCounters:
         self._open: OrderedDict[int, Call] = OrderedDict()
         """Calls on the host's clock that have not been waited for, by the id of their work, which is alive while code may wait."""
         self._backward: list[tuple[Clock, Call]] | None = None
+        self._usual = 0
+        """Calls of the newest backward pass that made any."""
+        self._shown: dict[str, float] = {}
         self.problem: str | None = None
         """The error after which counting stopped; it does not affect the run."""
         self._undo: list[Callable[[], None]] = []
@@ -182,16 +185,30 @@ class CollectiveCounters:
             yield
         finally:
             self._backward = None
+        self._usual = len(issued) or self._usual
         for clock in self._clocks.values():
             self._safely(clock.backward, [call for its, call in issued if its is clock and not call.waited])
 
     def totals(self) -> dict[str, Total]:
-        """The totals so far, by kind. May be called in any thread."""
+        """The totals so far, by kind, on the host with the wait that has not ended: else the time that a rank waits for a slow one
+        would show as computing until it is over. May be called in any thread."""
         for clock in self._clocks.values():
             self._safely(clock.settle)
         self._add_up()
         with self._lock:
-            return {op: replace(total) for op, total in self._totals.items()}
+            made = {op: replace(total) for op, total in self._totals.items()}
+            waits = self._safely(self._exposing)
+            if waits is not None:
+                made.setdefault(waits[0], Total()).exposed_seconds += waits[1]
+            for op, total in made.items():  # a pass with more collectives than the last one was taken to wait too early
+                self._shown[op] = total.exposed_seconds = max(total.exposed_seconds, self._shown.get(op, 0.0))
+            return made
+
+    def _exposing(self) -> tuple[str, float] | None:
+        host, issued = self._clocks["cpu"], list(self._backward or ())
+        assert isinstance(host, HostClock)
+        calls = [call for clock, call in issued if clock is host and not call.waited]
+        return host.exposing(calls if 0 < self._usual <= len(issued) else [])
 
     def _counted(self, name: str) -> Callable[..., Any]:
         operator = getattr(torch.ops.c10d, name).default
@@ -251,7 +268,7 @@ class CollectiveCounters:
     def _follow(self, clock: Clock, call: Call) -> None:
         # Functional collectives run below autograd. Only C++ code waits for their work.
         waitable = not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
-        if self._backward is not None and waitable and self._training():
+        if self._backward is not None and waitable and self._training(clock):
             self._backward.append((clock, call))
         if waitable and isinstance(clock, HostClock):
             self._open[id(call.work)] = call
@@ -261,7 +278,7 @@ class CollectiveCounters:
 
     def _wait_tensor(self, tensor: Tensor) -> Any:
         clock = self._clocks.get(tensor.device.type, self._clocks["cpu"])
-        begun = self._safely(clock.wait, None, self._training())
+        begun = self._safely(clock.wait, None, self._training(clock))
         with torch._C._ExcludeDispatchKeyGuard(_BELOW):
             made = torch.ops._c10d_functional.wait_tensor.default(tensor)
         self._safely(clock.waited, begun)
@@ -276,9 +293,13 @@ class CollectiveCounters:
             clock = self._clocks["cpu"] if call is not None else self._clocks.get("cuda")
             if clock is None:
                 return original(first, *args, **kwargs)
+            training = self._training(clock)
             if call is not None:
                 call.waited = True
-            begun = self._safely(clock.wait, call, self._training())
+            elif training:  # the stream waits for what it was given so far
+                for its, before in self._backward or ():
+                    before.waited = before.waited or its is clock
+            begun = self._safely(clock.wait, call, training)
             made = original(first, *args, **kwargs)
             self._safely(clock.waited, begun)
             return made
@@ -296,8 +317,11 @@ class CollectiveCounters:
             self.problem = f"{type(error).__name__}: {error}"
             return None
 
-    def _training(self) -> bool:
-        return threading.get_ident() == self._thread
+    def _training(self, clock: Clock | None = None) -> bool:
+        """Whether this thread trains. Backward passes on CUDA run in threads of autograd's engine."""
+        if threading.get_ident() == self._thread:
+            return True
+        return self._backward is not None and clock is not None and clock is not self._clocks["cpu"]
 
     def _spend(self, op: str, seconds: float) -> None:
         with self._lock:

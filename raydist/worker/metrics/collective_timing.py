@@ -86,6 +86,8 @@ class HostClock:
         self._lock = threading.Lock()
         self._newest: Call | None = None
         self._calls: deque[Call] = deque()
+        self._waits: tuple[str, int] | None = None
+        """Kind and begin of the training thread's wait that has not ended."""
 
     def now(self) -> int:
         """See Clock."""
@@ -107,7 +109,10 @@ class HostClock:
     def wait(self, call: Call | None, training: bool) -> tuple[Call | None, str, int]:
         """See Clock."""
         found = call or self._newest
-        return call, found.op if training and found is not None else "", self.now()
+        exposed, now = found.op if training and found is not None else "", self.now()
+        if exposed:
+            self._waits = exposed, now
+        return call, exposed, now
 
     def waited(self, begun: tuple[Call | None, str, int]) -> None:
         """See Clock."""
@@ -115,6 +120,7 @@ class HostClock:
         if call is not None:
             call.done()
         if exposed:
+            self._waits = None
             self._expose(exposed, (self.now() - before) / 1e9)
 
     def backward(self, calls: Sequence[Call]) -> None:
@@ -126,6 +132,18 @@ class HostClock:
         ends = [call.ended for call in calls if call.ended is not None]
         if ends:
             self._expose(calls[-1].op, max(0, max(ends) - calls[-1].begun) / 1e9)
+
+    def exposing(self, calls: Sequence[Call]) -> tuple[str, float] | None:
+        """Kind and seconds of the training thread's wait that has not ended, for which `waited` or `backward` will call `expose`.
+        `calls`: of the backward pass, if the last one of them has been made and its engine only waits. May be called in any
+        thread."""
+        if (waits := self._waits) is not None:
+            return waits[0], (self.now() - waits[1]) / 1e9
+        if not calls:
+            return None
+        ends = [call.ended for call in calls]
+        until = self.now() if None in ends else max(end for end in ends if end is not None)
+        return calls[-1].op, max(0, until - calls[-1].begun) / 1e9
 
     def settle(self) -> None:
         """See Clock."""

@@ -20,7 +20,7 @@ from raydist.ipc.heartbeat import Heartbeat
 from raydist.ipc.mailbox import Mailbox
 from raydist.records import Event
 from raydist.run.telemetry_schema import PHASES
-from raydist.worker.distributed import Rank
+from raydist.worker.distributed import Rank, use_device
 from raydist.worker.metrics.collective_counters import CollectiveCounters
 from raydist.worker.metrics.held import HeldClock
 from raydist.worker.step_hooks import StepHook
@@ -119,6 +119,7 @@ class Telemetry(StepHook):
 
     def _write_rows(self) -> None:
         assert self._interval_s is not None
+        use_device(self._rank.device)  # collectives are timed by events
         self._clock = HeldClock()
         try:
             mailbox = Mailbox(self._run_uri, self._rank.node_ip, self._rank.rank)

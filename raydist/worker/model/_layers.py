@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -87,6 +88,8 @@ class SelfAttention(nn.Module, ABC):
         k_BGSK, v_BGSW = k_BTGK.transpose(1, 2), v_BTGW.transpose(1, 2)
         if cache is not None:
             k_BGSK, v_BGSW = cache.append(k_BGSK, v_BGSW)
+        if q_BTHK.is_cuda:
+            k_BGSK, v_BGSW = heads_for_cuda(q_BTHK.transpose(1, 2), k_BGSK, v_BGSW, mask)
         y_BHTW = F.scaled_dot_product_attention(
             q_BTHK.transpose(1, 2),
             k_BGSK,
@@ -95,12 +98,25 @@ class SelfAttention(nn.Module, ABC):
             # A single token attends to all tokens so far, so it needs no mask.
             is_causal=mask is None and q_BTHK.shape[1] > 1,
             scale=scale,
-            enable_gqa=k_BTGK.shape[2] != q_BTHK.shape[2],
+            enable_gqa=k_BGSK.shape[1] != q_BTHK.shape[2],
         )
         y_BTHW = y_BHTW.transpose(1, 2)
         if self.shared is not None:
             y_BTHW = self.shared.to_tokens(y_BTHW)
         return y_BTHW.flatten(2)
+
+
+def heads_for_cuda(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSW: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys and values in the heads that a kernel on CUDA takes: grouped ones for flash, else one for each query head.
+
+    Only flash knows grouped heads, and it takes no mask and no fp32. With other calls torch would compute the T x T matrices of all
+    heads one after another. For fp16 each has its own, because GPUs without bf16 have no flash kernel.
+    """
+    flash = mask is None and q_BHTK.dtype is torch.bfloat16 and q_BHTK.shape[3] <= 256
+    times = q_BHTK.shape[1] // k_BGSK.shape[1]
+    if flash or times == 1:
+        return k_BGSK, v_BGSW
+    return k_BGSK.repeat_interleave(times, dim=1), v_BGSW.repeat_interleave(times, dim=1)
 
 
 class Attention(SelfAttention):

@@ -58,6 +58,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
+from raydist.worker.loss import unwrapped
 from raydist.worker.mesh import Mesh
 from raydist.worker.parts import Parts
 
@@ -95,7 +96,7 @@ def in_turn(strategy: ParallelStrategy, micro_batches: Sequence[MicroBatch], wor
     """The passes of a strategy without `passes`: one micro-batch after another, each forward and backward."""
     parts: Parts | None = getattr(strategy, "parts", None)
     if not work.trains:
-        module = getattr(strategy.module, "module", strategy.module)  # DDP's wrapper would synchronize buffers
+        module = unwrapped(strategy.module)  # DDP's wrapper would synchronize buffers
         for index, batch in enumerate(micro_batches):
             if parts is not None:
                 parts.enter(index, len(micro_batches))

@@ -73,6 +73,7 @@ class FullyShardedStrategy(ABC):
             self._fully_shard(model)
         if example is not None:
             self._check(model, example)
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         named = dict(model.named_parameters())
         self._parameters = {n: named[n] for n in names}
         self._shards = {n: _shard(p, self._devices if self._between else None) for n, p in self._parameters.items()}
@@ -266,8 +267,11 @@ class FullyShardedStrategy(ABC):
             p.grad = None
             self._shards[name].local.grad = None
 
-    def updated(self) -> None:  # noqa: B027
-        """See `ParallelStrategy.updated`: the next forward pass gathers the new values anyway."""
+    def updated(self) -> None:
+        """See `ParallelStrategy.updated`: the next forward pass gathers the new values. An evaluation, which has no backward pass,
+        has left those gathered that stay until one."""
+        for module in self._sharded:
+            module.reshard()  # does nothing after a step
 
     def gather(self) -> None:  # noqa: B027
         """See `WithoutExample.gather`: between passes a rank holds its rows alone."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from raydist.errors import GraphMismatch, UserError
 from raydist.worker.comm.json_gather import gather_json
+from raydist.worker.loss import unwrapped
 from raydist.worker.mesh import Mesh
 
 MAPPED_BYTES = 1 << 20
@@ -28,8 +29,8 @@ MAPPED_BYTES = 1 << 20
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the prefixes of wrappers (DistributedDataParallel, torch.compile)."""
-    return name.removeprefix("module.").replace("_orig_mod.", "")
+    """A parameter's name without the prefixes of torch.compile."""
+    return name.replace("_orig_mod.", "")
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -55,8 +56,8 @@ def elements_of(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, nn.M
 
 
 def parts_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules that are called: the model, or the stages that this rank has of it."""
-    parts: tuple[nn.Module, ...] = getattr(model, "chunks", (model,))
+    """The modules that are called: the model, without DDP's wrapper, or the stages that this rank has of it."""
+    parts: tuple[nn.Module, ...] = getattr(model, "chunks", (unwrapped(model),))
     return parts
 
 

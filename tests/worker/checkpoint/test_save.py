@@ -8,7 +8,7 @@ import io
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ import torch
 from raydist.checkpoint import manifest
 from raydist.errors import CheckpointError, StorageError
 from raydist.storage import Storage
-from raydist.worker.checkpoint import dcp_storage, restore, staging
+from raydist.worker.checkpoint import dcp_storage, memory_saver, restore, staging
 from raydist.worker.checkpoint.staging import Stage
 
 
@@ -291,3 +291,38 @@ def test_the_documented_way_without_raydist(kit: Any, tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     exec(code.replace("RUN/", f"{tmp_path}/"), found)
     assert found["whole"].tolist() == tensors["model/embedding.weight"].tolist()
+
+
+CUDA = torch.device("cuda", 1)
+
+
+def test_threads_of_saves_use_the_state_s_device(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread has the first GPU, where a call of CUDA would take memory for each rank of the node."""
+    one = kit.OneRank(tmp_path)
+    one.save(1)
+    used: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((threading.current_thread().name, device)))
+    stage = one.saver._stage
+    assert stage is not None
+    stage.device = CUDA
+    one.save(2)
+    one.saver.prepare(kit.state(3), kit.own(3))
+    one.saver.close()
+    assert used == [("raydist-checkpoint", CUDA), ("raydist-checkpoint-buffer", CUDA)]
+
+
+def test_as_many_bytes_are_pinned_as_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator would pin the next power of two. Memory that cannot be pinned fails the save, and not the run."""
+    pinned: list[int] = []
+    codes = iter([0, 0, 2, 2])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for module in (staging, memory_saver):
+        monkeypatch.setattr(module, "pin", lambda memory, device: (pinned.append(memory.nbytes), next(codes))[1])
+    stages = [Stage(torch.device("cpu")), memory_saver.Slot(torch.device("cpu"), tmp_path, tmp_path / "slot")]
+    for stage in stages:
+        stage.device, stage._stream = CUDA, cast(Any, "a stream")
+        stage.reserve(3 * 4096)
+    assert pinned == [3 * 4096] * 2
+    for stage in stages:
+        with pytest.raises(OSError, match="20,480 bytes could not be pinned"):
+            stage.reserve(5 * 4096)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from raydist import registry
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.collective_counters import CollectiveCounters
+from raydist.worker.metrics.collective_timing import Call, HostClock
 from tests.training import Trainer, job, mine, samples
 
 N = 1000
@@ -170,6 +174,55 @@ def test_exposed_buckets_of_ddp(ranks: Any) -> None:
     assert late < 0.2, "rank 1 came last to all but its last buckets"
 
 
+def looked_at(rank: Rank, backward: bool) -> list[float]:
+    """Rank 1 makes rank 0 wait until a thread of rank 0 has seen the wait in its totals, or for a minute. Exposed seconds: before,
+    then, and after it."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(3)])
+    ddp, x = DistributedDataParallel(model, bucket_cap_mb=1), torch.randn(2, 512)
+    log, found = CollectiveCounters(rank.device), list[float]()
+    log.install()
+
+    def exposed() -> float:
+        return log.totals()["all_reduce"].exposed_seconds
+
+    def look() -> None:
+        deadline = time.monotonic() + 60
+        while exposed() < found[0] + 0.05 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found.append(exposed())
+        dist.barrier(group=rank.control)
+
+    def passes() -> None:
+        loss = ddp(x).sum()
+        with log.backward():
+            loss.backward()
+
+    for _ in range(3):  # DDP rebuilds its buckets after the first
+        passes()
+    dist.barrier()
+    found.append(exposed())
+    looking = threading.Thread(target=look)
+    if rank.rank == 0:
+        looking.start()
+    elif backward:
+        next(iter(model.parameters())).register_hook(lambda grad: dist.barrier(group=rank.control) and None)
+    else:
+        dist.barrier(group=rank.control)
+    passes() if backward else dist.all_reduce(torch.ones(N))
+    if rank.rank == 0:
+        looking.join()
+    log.close()
+    return [*found, exposed()]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_wait_shows_while_it_lasts(ranks: Any, backward: bool) -> None:
+    """In `Work.wait`, and in the engine of a backward pass, which waits in C++: else a reading in the middle of it would count the
+    wait as computing, and the next one twice of it as waiting."""
+    (before, then, after), _ = ranks.run(looked_at, 2, backward)
+    assert before + 0.05 <= then <= after
+
+
 def traced(rank: Rank) -> Any:
     """Seconds of ten large all-reduces, as counted here and by kineto."""
     x = torch.ones(1 << 22)
@@ -190,3 +243,52 @@ def test_seconds_are_kineto_s(ranks: Any) -> None:
     """Within 10%: the callback to Python takes that much."""
     for ours, theirs in ranks.run(traced, 2):
         assert ours == pytest.approx(theirs, rel=0.1)
+
+
+class OfDevice(HostClock):
+    """A clock of a device, for which no call is matched with its wait; `spans` are what backward passes have waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda op, seconds: None, lambda op, seconds: None)
+        self.spans: list[list[str]] = []
+        self.waits: list[bool] = []
+
+    def follow(self, call: Call) -> None:
+        """Nothing: its work is no work."""
+
+    def wait(self, call: Call | None, training: bool) -> Any:
+        """Notes whether training waits."""
+        self.waits.append(training)
+        return super().wait(call, training)
+
+    def backward(self, calls: Sequence[Call]) -> None:
+        """Notes the calls."""
+        self.spans.append([call.op for call in calls])
+
+
+@pytest.mark.parametrize("in_pass", [True, False])
+def test_threads_of_backward_passes_on_a_device_train(in_pass: bool) -> None:
+    """On CUDA autograd's engine runs a backward pass in threads of its own: what they send, and nobody waits for, is exposed, as
+    are their waits. Other threads' are not."""
+    log, clock = CollectiveCounters(torch.device("cpu")), OfDevice()
+    log._clocks["cuda"] = clock
+
+    def engine() -> None:
+        for op in ("all_gather", "all_reduce"):
+            log._follow(clock, Call(op, "0", 0, object()))
+            if op == "all_gather":
+                Stream().wait_event()
+
+    class Stream:
+        def wait_event(self) -> None:
+            """Waits for nothing."""
+
+    log._patch(Stream, "wait_event")
+    with log.backward() if in_pass else nullcontext():
+        thread = threading.Thread(target=engine)
+        thread.start()
+        thread.join()
+    log.close()
+    assert log.problem is None
+    assert clock.waits == [in_pass]
+    assert clock.spans == ([["all_reduce"]] if in_pass else [])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -119,3 +121,14 @@ def unwatched(rank: Rank, run_uri: str) -> Any:
             dist.all_reduce(torch.ones(1))
         named = [t.name for t in threading.enumerate() if t.name == "raydist-telemetry"]
         return dist.Work.wait is original, len(named)
+
+
+def test_its_thread_uses_the_rank_s_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for events. A new thread has the first GPU, where such a call would take memory for each rank of the node."""
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    telemetry = Telemetry(str(tmp_path), alone(), 1, Heartbeat(), 3600.0, lambda event: None)
+    telemetry._rank = replace(alone(), device=torch.device("cuda", 1))
+    with telemetry:
+        pass
+    assert used == [torch.device("cuda", 1)]

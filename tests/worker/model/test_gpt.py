@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -16,7 +17,9 @@ from raydist.spec.huggingface import dense_pieces
 from raydist.worker.checkpoint.export import hf_config
 from raydist.worker.model import gpt
 from raydist.worker.model._decoder import EMBEDDING_STD
+from raydist.worker.model._layers import heads_for_cuda
 from raydist.worker.model._rotary import packed_positions
+from raydist.worker.precision import DTYPES
 
 VOCAB, CONTEXT = 37, 24
 
@@ -230,3 +233,18 @@ def test_options_are_refused():
     """An unknown option is an error, and is named."""
     with pytest.raises(UserError, match="gpt takes none, got rotary_scale"):
         gpt.build(spec(options={"rotary_scale": 2}), VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("precision", "packed", "grouped"),
+    [("bf16", False, True), ("bf16", True, False), ("fp16", False, False), ("fp32", False, False)],
+)
+def test_cuda_s_kernels_get_heads_that_they_take(precision, packed, grouped):
+    """On CUDA only flash knows grouped heads: with a mask, or in fp32, torch would compute the T x T matrices of all heads."""
+    q, k, v = (torch.randn(2, heads, 8, 4, dtype=DTYPES[precision]) for heads in (6, 2, 2))
+    mask = torch.ones(8, 8, dtype=torch.bool).tril() if packed else None
+    keys, values = heads_for_cuda(q, k, v, mask)
+    assert keys.shape[1] == values.shape[1] == (2 if grouped else 6)
+    out = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=not packed, enable_gqa=grouped)
+    same = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not packed, enable_gqa=True)
+    torch.testing.assert_close(out, same)
