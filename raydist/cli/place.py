@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raydist.errors import PreflightError
 
@@ -27,10 +27,10 @@ def where(address: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The nodes of a cluster, or only this machine. `nodes`: the total resources of each."""
+    """The nodes of a cluster, or only this machine. `nodes`: as `ray.nodes()` lists them."""
 
     name: str
-    nodes: tuple[Mapping[str, float], ...]
+    nodes: tuple[Mapping[str, Any], ...]
     resources: Mapping[str, float]
     """Sums over all nodes, with `accelerator_type:NAME` if Ray knows it."""
 
@@ -47,13 +47,13 @@ class Ground:
         count, problem = None, ""
         if known:
             try:
-                count = at_once(self.nodes, {asked(job, gpus(job), self.nodes) for job in known}, concurrent)
+                count = at_once(self.nodes, (asked(job, gpus(job), self.nodes) for job in known), concurrent)
             except PreflightError as error:
                 problem = error.message
         return Place(f"{self.name} ({self._has()})", count, problem, gpus)
 
     def _has(self) -> str:
-        cpus, gpus = (sum(node.get(kind, 0.0) for node in self.nodes) for kind in ("CPU", "GPU"))
+        cpus, gpus = (sum(node["Resources"].get(kind, 0.0) for node in self.nodes) for kind in ("CPU", "GPU"))
         many = f", {len(self.nodes)} nodes" if len(self.nodes) > 1 else ""
         return f"{_count(cpus, 'CPU')}, {_count(gpus, 'GPU')}{many}"
 
@@ -62,18 +62,14 @@ def look(address: str) -> Ground:
     """The nodes at `address`, which is a result of `where`. Raises UserError if there is no such cluster."""
     if address == "local":
         here = {"CPU": float(_cpus()), **({"GPU": float(gpus)} if (gpus := _gpus()) else {})}
-        return Ground("this machine", (here,), here)
+        return Ground("this machine", ({"Resources": here, "NodeManagerAddress": ""},), here)
     from tempfile import TemporaryDirectory
 
-    from raydist.cluster import nodes
+    from raydist.cluster import preflight
     from raydist.cluster.session import open_session
 
     with TemporaryDirectory() as logs, open_session(address, env={}, log_dir=Path(logs)) as session:
-        import ray
-
-        gone = nodes.unreachable()
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in gone]
-        return Ground(f"the cluster at {session.address}", tuple(alive), session.resources)
+        return Ground(f"the cluster at {session.address}", tuple(preflight.answering(session)), session.resources)
 
 
 def _cpus() -> int:

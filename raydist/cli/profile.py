@@ -35,7 +35,7 @@ def profile(
     names = profiles.chosen(metric.split(",") if metric is not None else None)
     place = resolve(run, storage)
     begun = time.time()
-    end = begun + duration
+    end = time.monotonic() + duration
     while True:
         status = read_state(place)["status"]
         if status != "running":
@@ -43,7 +43,7 @@ def profile(
                 f"{place.uri}: this run is {status}; only a run that is training can be profiled",
                 f"`raydist show {run}` shows its results",
             )
-        left = end - time.time()
+        left = end - time.monotonic()
         if left <= 0:
             break
         if not as_json:

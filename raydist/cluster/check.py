@@ -52,7 +52,8 @@ def everywhere(job: JobSpec, there: Sequence[Mapping[str, float]]) -> JobSpec:
     else:
         ranks = sum(node.get("CPU", 0.0) >= 1 for node in there)
         each = {"workers": ranks, "cpus_per_worker": 1.0, "gpus_per_worker": 0.0}
-    cluster = job.cluster.model_copy(update={**each, "spares": 0})
+    resources = job.cluster.resources.model_copy(update={"custom": {}})
+    cluster = job.cluster.model_copy(update={**each, "spares": 0, "resources": resources})
     return job.model_copy(update={"cluster": cluster, "parallel": ParallelSpec()})
 
 

@@ -69,22 +69,30 @@ def places(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float], toge
 
 def amount(resources: Mapping[str, float]) -> str:
     """Resources as text, such as "8 CPUs and 1 GPU"."""
-    return " and ".join(f"{v:g} {k}{'s' if v != 1 else ''}" for k, v in resources.items() if v) or "nothing"
+    named = (f"{v:g} {k}{'s' if v != 1 and k in ('CPU', 'GPU') else ''}" for k, v in resources.items() if v)
+    return " and ".join(named) or "nothing"
+
+
+def listed() -> list[dict[str, Any]]:
+    """All nodes, as `ray.nodes()` lists them. Raises HeadReplaced, where that would abort this process."""
+    import ray
+
+    _of_head()
+    return list(ray.nodes())
 
 
 def look() -> list[Node]:
     """The nodes that Ray lists as alive."""
-    import ray
-
     from raydist.cluster.ray_private import available_resources_per_node
 
-    draining = drained()  # first: it alone does not abort this process if the head was started again
+    draining = drained()  # first: what follows aborts this process if the head was started again
     free = available_resources_per_node()
-    return [Node(n["NodeID"], free.get(n["NodeID"], {}), n["NodeID"] in draining) for n in ray.nodes() if n["Alive"]]
+    return [Node(n["NodeID"], free.get(n["NodeID"], {}), n["NodeID"] in draining) for n in listed() if n["Alive"]]
 
 
 def reserved(placement_group: str) -> dict[str, int]:
     """Node id -> bundles of the placement group on it."""
+    _of_head()
     from ray.util.placement_group import PlacementGroup, PlacementGroupID, placement_group_table
 
     facts = placement_group_table(PlacementGroup(PlacementGroupID.from_hex(placement_group)))
@@ -99,32 +107,46 @@ def usable(node: Mapping[str, Any], asked: ResourcesSpec) -> bool:
 
 def unusable(asked: ResourcesSpec) -> set[str]:
     """Ids of the nodes that a run may not use."""
-    import ray
-
     if not asked.labels and not asked.exclude:
         return set()
-    return {node["NodeID"] for node in ray.nodes() if not usable(node, asked)}
+    return {node["NodeID"] for node in listed() if not usable(node, asked)}
 
 
 def drained() -> set[str]:
     """Ids of the nodes that are draining: by `ray drain-node`, an autoscaler, or SIGTERM to their raylet. None while the head does
     not answer. Raises HeadReplaced.
     """
+    from raydist.cluster.ray_private import gcs_pb2
+
+    draining = gcs_pb2.NodeSnapshot.DRAINING
+    return {node.hex() for node, facts in _of_head().items() if facts.state_snapshot.state == draining}
+
+
+def head_replaced() -> bool:
+    """Whether another cluster answers at the head's address. False while none answers."""
+    try:
+        _of_head()
+    except HeadReplaced:
+        return True
+    return False
+
+
+def _of_head() -> Mapping[Any, Any]:
+    """Node id -> what the head knows of it. {} while the head does not answer. Raises HeadReplaced."""
     from ray.exceptions import RayError
 
-    from raydist.cluster.ray_private import gcs_pb2, internal_kv_get_gcs_client
+    from raydist.cluster.ray_private import internal_kv_get_gcs_client
 
     try:
-        nodes = internal_kv_get_gcs_client().get_all_node_info(timeout=_STATE_S)
+        nodes: Mapping[Any, Any] = internal_kv_get_gcs_client().get_all_node_info(timeout=_STATE_S)
     except RayError as error:
         if "WrongClusterID" in str(error):
             raise HeadReplaced(
                 "Ray's head was started again, as another cluster, which does not have this run's actors",
                 "run the same command again to continue",
             ) from error
-        return set()
-    draining = gcs_pb2.NodeSnapshot.DRAINING
-    return {node.hex() for node, facts in nodes.items() if facts.state_snapshot.state == draining}
+        return {}
+    return nodes
 
 
 def unreachable(ids: Iterable[str] | None = None) -> set[str]:
@@ -132,9 +154,7 @@ def unreachable(ids: Iterable[str] | None = None) -> set[str]:
 
     Ray itself detects a dead node only much later.
     """
-    import ray
-
-    addresses = {n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in ray.nodes() if n["Alive"]}
+    addresses = {n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in listed() if n["Alive"]}
     asked = {*(addresses if ids is None else ids)}
     return asked - asyncio.run(listening({node: addresses[node] for node in asked & addresses.keys()}))
 
@@ -172,7 +192,7 @@ class Pings:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        alive = {n["NodeID"] for n in ray.nodes() if n["Alive"]}
+        alive = {n["NodeID"] for n in listed() if n["Alive"]}
         task = ray.remote(num_cpus=0, max_retries=0)(_ping)
         for node in (alive & {*ids}) - self._asked.keys():
             there = NodeAffinitySchedulingStrategy(node, soft=False)

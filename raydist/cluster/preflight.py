@@ -5,6 +5,8 @@ Runs in: the driver, and as one zero-CPU task on each node of a cluster. Never i
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import platform
 import socket
@@ -106,9 +108,8 @@ def host_gpus() -> int | None:
 def check_resources(spec: JobSpec, resources: Sequence[Mapping[str, float]]) -> list[str]:
     """Missing resources, given each node's `resources` ({"CPU": 8.0, "GPU": 4.0}): one line, or none. Pure."""
     cluster = spec.cluster
-    total = {k: sum(n.get(k, 0.0) for n in resources) for k in ("CPU", "GPU")}
-    gpus = gpus_per_worker(spec, total)
-    each = {"CPU": cluster.cpus_per_worker, "GPU": gpus}
+    total = {k: sum(n.get(k, 0.0) for n in resources) for k in cluster.each(0.0)}
+    each = cluster.each(gpus_per_worker(spec, total))
     fits = spec.parallel.whole(nodes.places(resources, each, spec.parallel.together))
     if fits >= cluster.least:
         return []
@@ -141,7 +142,7 @@ def check(
     A node that has just died is not counted, though Ray may still list it for a while. `dataset`: None: none is needed.
     `measure`: also the speed of the storage, which is otherwise measured only if `cluster.resources` says what it must be.
     """
-    alive = _alive(session)
+    alive = answering(session)
     usable = usable_nodes(spec, session, alive)
     problems = check_labels(spec, alive) or check_resources(spec, [node["Resources"] for node in usable])
     problems += check_precision(spec, gpus_per_worker(spec, session.resources))
@@ -163,23 +164,22 @@ def check(
     return has
 
 
-def _alive(session: Session) -> list[dict[str, Any]]:
-    import ray
-
+def answering(session: Session) -> list[dict[str, Any]]:
+    """The nodes that answer, as `ray.nodes()` lists them."""
     gone = set() if session.private else nodes.unreachable()
-    return [n for n in ray.nodes() if n["Alive"] and n["NodeID"] not in gone]
+    return [n for n in nodes.listed() if n["Alive"] and n["NodeID"] not in gone]
 
 
 def usable_nodes(
     spec: JobSpec, session: Session, alive: Sequence[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
     """The nodes that the job may use, as `ray.nodes()` lists them; of `alive` (default: of all that answer)."""
-    found = _alive(session) if alive is None else alive
+    found = answering(session) if alive is None else alive
     return [node for node in found if nodes.usable(node, spec.cluster.resources)]
 
 
 def check_labels(spec: JobSpec, alive: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A label of `cluster.resources.labels` that no node has: one line each, with the values that nodes have. Pure."""
+    """Labels and custom resources of `cluster.resources` that no node has: one line each, with what the nodes have. Pure."""
     problems = []
     for key, value in spec.cluster.resources.labels.items():
         there = Counter((node.get("Labels") or {}).get(key) for node in alive)
@@ -188,6 +188,12 @@ def check_labels(spec: JobSpec, alive: Sequence[Mapping[str, Any]]) -> list[str]
             problems.append(
                 f"cluster.resources.labels: {key}={value}: no node has it; the nodes have {known or f'no label {key}'}; "
                 f"correct it, or start nodes with `ray start --labels {key}={value}`"
+            )
+    for name, count in spec.cluster.resources.custom.items():
+        if not any(node["Resources"].get(name) for node in alive):
+            start = f"`ray start --resources '{json.dumps({name: math.ceil(count)})}'`"
+            problems.append(
+                f"cluster.resources.custom: {name}: no node has it; correct the name, or start nodes with {start}"
             )
     return problems
 
@@ -235,7 +241,7 @@ def _check_nodes(
         for n in alive
     }
     here = versions()
-    each = {"CPU": spec.cluster.cpus_per_worker, "GPU": gpus_per_worker(spec, _total(alive))}
+    each = spec.cluster.each(gpus_per_worker(spec, _total(alive)))
     holds = {n["NodeManagerAddress"] for n in alive if nodes.places([n["Resources"]], each)}
     problems, has = [], {}
     for ip, ref in pending.items():

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from raydist.checkpoint.memory_layout import SHM
-from raydist.cluster import authentication, head_monitor, package, private_head, ray_output, ray_worker
+from raydist.cluster import authentication, head_monitor, nodes, package, private_head, ray_output, ray_worker
 from raydist.cluster.head_monitor import speaks_grpc
 from raydist.errors import ClusterUnreachable, UserError
 from raydist.launch.fork_server import start_zygote
@@ -258,7 +258,7 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
             info = context.address_info
             yield _session(info, private=False, temp=Path(info["session_dir"]).parent)
         finally:
-            if head_monitor.answers(address):
+            if not head_monitor.lost and head_monitor.answers(address) and not nodes.head_replaced():
                 _shut_down()
             else:
                 head_monitor.lost = True

@@ -27,7 +27,7 @@ def compose(job: JobSpec, image: str, train: Sequence[str]) -> str:
     has = job.cluster.resources
     here = has.model_copy(update={"nodes": 2, "cpus": None, "gpus": has.gpus or 0})
     nodes = Nodes.of(job.model_copy(update={"cluster": job.cluster.model_copy(update={"resources": here})}))
-    start = ["--num-cpus", str(nodes.cpus), "--num-gpus", str(nodes.gpus), "--disable-usage-stats"]
+    start = [*(f"--{name}={value}" for name, value in nodes.start.items()), "--disable-usage-stats"]
     common: dict[str, Any] = {
         "image": image,
         "working_dir": _WORK,

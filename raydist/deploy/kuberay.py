@@ -6,6 +6,7 @@ its node first, and the head's asks the run for a checkpoint. KubeRay starts a l
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -84,7 +85,8 @@ def manifests(job: JobSpec, run: str, wishes: Wishes) -> str:
         "minReplicas": nodes.least,
         "maxReplicas": nodes.most,
         **({"labels": labels} if labels else {}),
-        "rayStartParams": {"num-cpus": str(nodes.cpus), "num-gpus": str(nodes.gpus)},
+        # A shell reads them, and Ray's autoscaler, which knows this form of the JSON only.
+        "rayStartParams": nodes.start | ({"resources": json.dumps(json.dumps(nodes.custom))} if nodes.custom else {}),
         "template": _pod(job, name, nodes, wishes, leave, has, head=False),
     }
     files = {

@@ -5,7 +5,9 @@ Runs anywhere. Pure.
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raydist.errors import UserError
@@ -19,7 +21,7 @@ SAVE_S = 30
 class Nodes:
     """`most` nodes, with `least` of which the run still continues; each has these CPUs and GPUs, and GiB of memory and /dev/shm.
 
-    `grace_s`: seconds that a node needs to save a checkpoint before it is taken away.
+    `custom`: its custom resources of Ray. `grace_s`: seconds that a node needs to save a checkpoint before it is taken away.
     """
 
     least: int
@@ -28,6 +30,7 @@ class Nodes:
     gpus: int
     memory_gib: float | None
     shm_gib: float | None
+    custom: Mapping[str, int]
     grace_s: int
 
     @classmethod
@@ -79,5 +82,12 @@ class Nodes:
             gpus=gpus,
             memory_gib=has.memory_gib,
             shm_gib=has.shm_gib,
+            custom={name: math.ceil(count * holds) for name, count in has.custom.items()},
             grace_s=SAVE_S + math.ceil(job.checkpoint.timeout_s),
         )
+
+    @property
+    def start(self) -> dict[str, str]:
+        """Options of `ray start` on such a node, without their dashes."""
+        asked = {"num-cpus": str(self.cpus), "num-gpus": str(self.gpus)}
+        return asked | ({"resources": json.dumps(self.custom)} if self.custom else {})

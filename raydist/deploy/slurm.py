@@ -109,7 +109,7 @@ def script(job: JobSpec, run: str, wishes: Wishes) -> str:
     for text in (*lines, *wishes.more):
         if not _OPTION.fullmatch(text):
             raise UsageError(f"--sbatch {text}: is not an option of sbatch", "write --sbatch=--constraint=ib")
-    ray = f"--num-cpus={nodes.cpus} --num-gpus={nodes.gpus} --disable-usage-stats"
+    ray = shlex.join([*(f"--{name}={value}" for name, value in nodes.start.items()), "--disable-usage-stats"])
     if labels := job.cluster.resources.labels:
         ray += " " + shlex.quote("--labels=" + ",".join(f"{key}={value}" for key, value in labels.items()))
     return _SCRIPT.format(

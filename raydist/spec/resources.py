@@ -5,17 +5,24 @@ Runs anywhere. Preflight and `raydist check` hold a cluster against it; `raydist
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from raydist.spec.parts import Part
+from raydist.spec.parts import PartWithNewFields, problem
 
 Amount = Annotated[float, Field(gt=0)]
 
 
-class ResourcesSpec(Part):
+_OF_RAY = frozenset(["CPU", "GPU", "memory", "object_store_memory", "bundle"])
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class ResourcesSpec(PartWithNewFields):
     """What each node has at least. A null field is not checked."""
+
+    new_fields = ("custom",)
 
     nodes: int | None = Field(
         None, ge=1, description="Nodes of the run, for raydist deploy; null: as few as hold the workers and spares."
@@ -46,7 +53,22 @@ class ResourcesSpec(Part):
         default_factory=dict,
         description="Labels of Ray (`ray start --labels`) that a node must have; the run uses no others.",
     )
+    custom: dict[str, Amount] = Field(
+        default_factory=dict,
+        description="Custom resources of Ray (`ray start --resources`) that each worker takes of its node, such as "
+        "{fast_nvme: 1}.",
+    )
     exclude: list[str] = Field(
         default_factory=list,
         description="Addresses of nodes that the run does not use, such as slow ones of raydist check.",
     )
+
+    @model_validator(mode="after")
+    def _custom_ones(self) -> ResourcesSpec:
+        for name, count in self.custom.items():
+            if name in _OF_RAY or not _NAME.fullmatch(name):
+                raise problem(f"custom.{name}", count, "is not a custom resource", "CPUs and GPUs: cluster.cpus_per_worker, "
+                              "gpus_per_worker; a name has letters, digits and _.-")  # fmt: skip
+            if count > 1 and not count.is_integer():
+                raise problem(f"custom.{name}", count, "is above 1 and not whole, which Ray refuses", "round it")
+        return self

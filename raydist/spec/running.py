@@ -283,6 +283,10 @@ class ClusterSpec(PartWithNewFields):
             )
         return self
 
+    def each(self, gpus: float) -> dict[str, float]:
+        """Ray's resources of each worker: {"CPU": 8.0, "GPU": 1.0}. `gpus`: per worker."""
+        return {"CPU": self.cpus_per_worker, "GPU": gpus, **self.resources.custom}
+
     @property
     def least(self) -> int:
         """The fewest workers that the run may have."""

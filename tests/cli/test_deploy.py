@@ -3,6 +3,7 @@ refused before."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import _get_custom_resources as custom_resources
 from typer.testing import CliRunner
 
 from raydist.cli.main import app
@@ -20,7 +22,8 @@ from tests.kuberay import RayJob
 from tests.slurm import directives
 
 JOB = {"name": "my_Job.1", "data": {"path": "s3://bucket/data"}, "train": {"steps": 1, "global_batch": 64}}
-NODE = {"gpus": 8, "cpus": 64, "memory_gib": 900, "shm_gib": 200, "labels": {"pool": "a"}}
+NODE = {"gpus": 8, "cpus": 64, "memory_gib": 900, "shm_gib": 200, "labels": {"pool": "a"},
+        "custom": {"fast_nvme": 0.5}}  # fmt: skip
 POD = ["--image", "me/raydist", "--storage", "s3://bucket/runs"]
 
 
@@ -110,6 +113,9 @@ def test_kuberay(job: Any) -> None:
     assert (checked.metadata.name, checked.metadata.namespace) == ("my-job-1", "train")
     assert "--name my_Job.1" in checked.spec.entrypoint
     assert (group.min_replicas, group.replicas, group.max_replicas, group.labels) == (1, 2, 2, {"pool": "a"})
+    # The shell of the pod reads it, and so does Ray's autoscaler.
+    assert shlex.split(group.ray_start_params["resources"]) == ['{"fast_nvme": 4}']
+    assert custom_resources({}, group.ray_start_params, "workers") == {"fast_nvme": 4}
     pod = group.template.spec
     (container,) = pod.containers
     limits = {"cpu": "64", "memory": "900Gi", "nvidia.com/gpu": "8", "rdma/hca": "8"}
@@ -171,6 +177,7 @@ def test_slurm(job: Any, tmp_path: Path) -> None:
     assert f"PATH={Path(sys.executable).parent}:" in script
     assert "raydist train job.yaml --set optim.lr=1e-3 --name my_Job.1 " in script
     assert "--labels=pool=a" in script
+    assert """ '--resources={"fast_nvme": 4}' """ in script
     assert "export SRUN_CPUS_PER_TASK=64\n" in script
     block = "others=" + script.partition("\nothers=")[2].partition("\nfi\n")[0] + "\nfi; wait"
     for count, said in ((1, ""), (2, "--nodes=1 --ntasks=1 ")):  # of 1-2 nodes; srun refuses --nodes=0
@@ -191,7 +198,7 @@ def test_compose(job: Any) -> None:
         assert service["volumes"] == [".:/work", "./runs:/runs"]
     node = made["services"]["node"]["command"]
     assert node[:4] == ["ray", "start", "--address", "head:6379"]
-    assert node[node.index("--num-cpus") + 1] == "1"
+    assert node[4:6] == ["--num-cpus=1", "--num-gpus=0"]
     shell, _, line = made["services"]["head"]["command"]
     start, _, train = line.partition(" && exec ")
     assert (shell, start.split()[:3]) == ("sh", ["ray", "start", "--head"])

@@ -78,7 +78,7 @@ def _dial(address: tuple[str, int]) -> Any:
 
 def attempt(session: Session, config: dict[str, Any] | None = None, cpus: float = 0.5, **kwargs: Any) -> AttemptResult:
     """One attempt of `train` on two workers of half a CPU each."""
-    defaults: dict[str, Any] = {"run_name": "t", "workers": 2, "kind": WorkerKind(cpus, 0, {"OURS": "1"})}
+    defaults: dict[str, Any] = {"run_name": "t", "workers": 2, "kind": WorkerKind({"CPU": cpus}, {"OURS": "1"})}
     return run_attempt(train, config or {}, session=session, **{**defaults, **kwargs})
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from raydist.cluster.run import coordinator
 from raydist.cluster.run.coordinator import Coordinator
-from raydist.cluster.run.root_cause import rank_error
+from raydist.cluster.run.root_cause import rank_error, root_cause
 from raydist.ipc import RENDEZVOUS_SECRET
 
 OUTCOME = {"outcome": {"status": "finished"}, "at": 1.0}
@@ -82,7 +82,9 @@ def test_an_attempt_that_ends_well() -> None:
         await asyncio.sleep(0)
         assert not result.done()
         await made.ended(1, 1, 5, OUTCOME)
-        assert await result == {0: OUTCOME, 1: OUTCOME}
+        assert {rank: report["outcome"] for rank, report in (await result).items()} == dict.fromkeys(
+            range(2), OUTCOME["outcome"]
+        )
         await made.leave()
         assert (await made.next(1, 0, 2, offer(0)))["do"] == "leave"
 
@@ -331,6 +333,30 @@ def test_who_is_late_is_not_heard() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("off", [-3600.0, 3600.0])
+def test_a_clock_that_is_wrong_changes_no_cause(off: float) -> None:
+    """The clock of one host is an hour off, either way: the rank that failed first is the cause, as with good clocks, and its time
+    is the coordinator's."""
+
+    async def test() -> None:
+        made, waiting = await ready()
+        await made.begin(1, {}, 2)
+        await asyncio.gather(*waiting)
+        now = time.time()
+        bad, well = error("first"), error("second")
+        ahead = 0 if off < 0 else 1  # of the two, the one that would seem to be the later one
+        for rank, report, at in ((0, bad, now + off * (ahead == 1)), (1, well, now + 0.01 + off * (ahead == 0))):
+            report["at"], report["error"]["at"], report["error"]["rank"] = at, at - 0.5, rank
+            await made.ended(1, rank, 1, report)
+        found = [found for rank, report in (await made.reports()).items() if (found := rank_error(rank, report))]
+        assert root_cause(found).cause == "RuntimeError: first"
+        for each in found:
+            assert each.at is not None
+            assert now - 1 < each.at <= time.time()
+
+    run(test())
+
+
 def test_reports_as_errors() -> None:
     """Reports become the failures on which recovery decides."""
     assert rank_error(0, OUTCOME) is None
@@ -365,7 +391,9 @@ def test_a_cancelled_attempt_costs_no_agent() -> None:
         for number, heard in enumerate([*seen, late["number"]]):
             assert (await made.next(1, number, heard, offer(number)))["do"] == "kill"
             await made.ended(1, number, 1, DIED)
-        assert await result == {0: DIED, 1: DIED}
+        assert {rank: report["died"] for rank, report in (await result).items()} == dict.fromkeys(
+            range(2), DIED["died"]
+        )
         await made.cancel()  # there is nothing to end any more
         assert await made.nodes() == [("node0", True), ("node1", True)]
         again = [asyncio.create_task(made.next(1, number, 3, offer(number))) for number in (0, 1)]

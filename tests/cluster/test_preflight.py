@@ -10,7 +10,7 @@ import pytest
 from raydist.cluster import node_facts, preflight
 from raydist.cluster.nodes import usable
 from raydist.cluster.preflight import check_resources, gpus_per_worker, look_around, versions
-from raydist.errors import PreflightError
+from raydist.errors import PreflightError, SpecError
 from raydist.spec import JobSpec, parse
 from raydist.spec.resources import ResourcesSpec
 
@@ -179,12 +179,31 @@ def test_the_node_that_differs_is_named() -> None:
 def test_labels_and_addresses_choose_the_nodes() -> None:
     """A node without the label, or left out by its address, is not used. A label that no node has is an error with the labels that
     there are."""
-    nodes = [{"NodeManagerAddress": f"10.0.0.{i}", "Labels": {"pool": "a" if i < 2 else "b"}} for i in range(3)]
+    nodes: list[dict[str, Any]] = [
+        {"NodeManagerAddress": f"10.0.0.{i}", "Labels": {"pool": "a" if i < 2 else "b"}, "Resources": {"CPU": 8.0}}
+        for i in range(3)
+    ]
     asked = ResourcesSpec(labels={"pool": "a"}, exclude=["10.0.0.0"])
     assert [n["NodeManagerAddress"] for n in nodes if usable(n, asked)] == ["10.0.0.1"]
     assert preflight.check_labels(job(resources={"labels": {"pool": "a"}}), nodes) == []
     (problem,) = preflight.check_labels(job(resources={"labels": {"pool": "h100"}}), nodes)
     assert "pool=h100: no node has it; the nodes have pool=a (2), pool=b (1)" in problem
+
+
+def test_custom_resources_are_held_against_the_nodes() -> None:
+    """Each worker takes its amount of its node's; one that no node has is an error with the command that starts such a node."""
+    asks = job(workers=3, cpus_per_worker=1, resources={"custom": {"fast_nvme": 1}})
+    nodes = [{"CPU": 8.0, "fast_nvme": 2.0}, {"CPU": 8.0}]
+    (problem,) = check_resources(asks, nodes)
+    assert "3 workers of 1 CPU and 1 fast_nvme, the cluster has 2 nodes with 16 CPUs and 2 fast_nvme in all" in problem
+    assert "2 would fit" in problem
+    assert check_resources(asks, [*nodes, {"CPU": 1.0, "fast_nvme": 1.0}]) == []
+    (problem,) = preflight.check_labels(asks, [{"Resources": {"CPU": 8.0, "node:10.0.0.1": 1.0}}])
+    assert "custom: fast_nvme: no node has it" in problem
+    assert """`ray start --resources '{"fast_nvme": 1}'`""" in problem
+    for bad in ({"GPU": 1}, {"node:10.0.0.1": 1}, {"a b": 1}, {"nvme": 1.5}, {"nvme": 0}):
+        with pytest.raises(SpecError, match=r"cluster\.resources\.custom"):
+            job(resources={"custom": bad})
 
 
 def test_the_storage_is_measured_if_asked(tmp_path: Path) -> None:

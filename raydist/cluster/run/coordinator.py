@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydist.cluster.run.root_cause import RankError, is_echo, rank_error
+from raydist.cluster.run.root_cause import RankError, by_this_clock, is_echo, rank_error
 from raydist.diagnosis._hang import RankView, judge
 from raydist.ipc import RENDEZVOUS_SECRET
 from raydist.launch.rendezvous import new_secret
@@ -252,7 +252,7 @@ class Coordinator:
         Also `at`, Unix time, and `silent_s`, seconds since its last progress.
         """
         if (group, attempt) == (self._group, self._attempt):
-            self._report(rank, report)
+            self._report(rank, by_this_clock(report, time.time()))
             self._notify()
 
     async def late(self, group: int, attempt: int) -> None:

@@ -131,7 +131,7 @@ class Elasticity:
             del self._avoid[node]
         ours = self._group.held if self._group is not None else {}
         avoid = {*self._unfit, *([without] if without else [])}
-        return self._parallel.whole(nodes.room(nodes.look(), self._each, ours, avoid, self._parallel.together))
+        return self._parallel.whole(nodes.room(nodes.look(), self._kind.each, ours, avoid, self._parallel.together))
 
     def lost(self, gone: Iterable[str]) -> None:
         """These nodes do not answer."""
@@ -197,10 +197,6 @@ class Elasticity:
                 self._monitor.note(f"node {names} answers again, and there is room for {workers} workers with it")
                 self._group, avoided = self._replaced(workers), self._unfit
         return True
-
-    @property
-    def _each(self) -> dict[str, float]:
-        return {"CPU": self._kind.cpus, "GPU": self._kind.gpus}
 
     @property
     def _unfit(self) -> set[str]:

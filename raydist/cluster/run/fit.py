@@ -10,11 +10,13 @@ import itertools
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from raydist.cluster import nodes
 from raydist.cluster.run.root_cause import Failure, root_cause
 from raydist.cluster.session import Session
+from raydist.spec.resources import ResourcesSpec
 
 _attempts = itertools.count(1)
 _ABORT_S = 1.0
@@ -73,11 +75,12 @@ class AbortHandle:
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """A worker's CPUs, GPUs and environment variables. A run can use the workers of another run if they are of the same kind."""
+    """A worker's resources, such as {"CPU": 8.0, "GPU": 1.0}, its environment variables, and the nodes on which it may be. A run
+    can use the workers of another run if they are of the same kind."""
 
-    cpus: float
-    gpus: float
+    each: Mapping[str, float]
     env: Mapping[str, str]
+    asked: ResourcesSpec = field(default_factory=ResourcesSpec)
 
 
 def run_attempt(
@@ -117,7 +120,6 @@ def run_attempt(
     from ray.exceptions import RayError
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 
-    from raydist.cluster.nodes import NODE_ID_LABEL
     from raydist.cluster.run.ray_errors import rank_errors
     from raydist.cluster.run.ray_train_adapter import Named, Trainer
 
@@ -125,9 +127,6 @@ def run_attempt(
     # A new name, in the session's own directory: Ray Train finds no state there to resume from.
     scratch = session.temp_dir / "attempts"
     name = f"{run_name}-{session.job_id}-{next(_attempts)}"
-    resources: dict[str, float] = {"CPU": kind.cpus}
-    if kind.gpus:
-        resources["GPU"] = kind.gpus
     trainer = Trainer(
         Named(train_fn) if isinstance(train_fn, str) else train_fn,
         private=session.private,
@@ -138,10 +137,10 @@ def run_attempt(
         train_loop_config=config,
         scaling_config=ScalingConfig(
             num_workers=workers,
-            use_gpu=kind.gpus > 0,
-            resources_per_worker=resources,
+            use_gpu=kind.each.get("GPU", 0.0) > 0,
+            resources_per_worker={name: count for name, count in kind.each.items() if count},
             placement_strategy="SPREAD" if spread else "PACK",
-            label_selector={NODE_ID_LABEL: f"!in({','.join(sorted(avoid))})"} if avoid else None,
+            label_selector={nodes.NODE_ID_LABEL: f"!in({','.join(sorted(avoid))})"} if avoid else None,
         ),
         run_config=RunConfig(
             name=name,
@@ -157,7 +156,8 @@ def run_attempt(
             return AttemptResult(Failure("aborted", None, "aborted on request"))
         return AttemptResult(root_cause(rank_errors(error)))
     finally:
-        _free_placement_groups(name)
+        if session.private or not nodes.head_replaced():
+            _free_placement_groups(name)
         shutil.rmtree(scratch / name, ignore_errors=True)
     return AttemptResult(None, result.return_value)
 

@@ -1,13 +1,15 @@
 """Whether Ray's head has stopped answering for so long that the run must checkpoint, or end.
 
-Runs in: the driver. Never imports torch or ray. The supervisor's main thread calls `look`; the restart loop reads `ending`.
+Runs in: the driver. Never imports torch; only `look_for_another` asks Ray. The supervisor's main thread calls `look`; the restart
+loop reads `ending`.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from raydist.cluster.head_monitor import HeadMonitor
+from raydist.cluster import nodes
+from raydist.cluster.head_monitor import HeadMonitor, answers
 from raydist.cluster.private_head import PrivateHead
 from raydist.cluster.run.request import Ending
 from raydist.run.directory import RunDir
@@ -65,6 +67,12 @@ class HeadOutage:
             then = f"once it does, {then}, with another --address if it has moved"
         cause = f"{self._head.why(self._head.silent_s)}; {then}"
         return Ending("stopped", self._run.newest_step(), cause=cause)
+
+    def look_for_another(self) -> bool:
+        """Whether the head was started again, as another cluster: the run's actors end then. From any thread."""
+        if isinstance(self._head, HeadMonitor) and answers(self._head.address) and nodes.head_replaced():
+            self._head.replace()
+        return isinstance(self._head, HeadMonitor) and self._head.dead
 
     def replaced(self) -> None:
         """The head was started again, as another cluster. From any thread."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raydist.checkpoint import memory_layout
+from raydist.cluster.nodes import listed
 from raydist.cluster.run.memory_checkpoint_recovery import Fetch, Placement, place
 from raydist.cluster.run.memory_store import MemoryStore, start_actor
 from raydist.run.directory import RunDir
@@ -162,9 +163,7 @@ class MemoryCheckpoints:
     def _alive(self) -> set[str]:
         if self._private:
             return set(self._nodes)
-        import ray
-
-        return set(self._nodes) & {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return set(self._nodes) & {node["NodeID"] for node in listed() if node["Alive"]}
 
     def _ask(self, calls: Mapping[str, tuple[str, Sequence[Any]]], timeout_s: float) -> dict[str, Any]:
         """node -> the answer of its MemoryStore, without those that fail or do not answer in time."""

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from raydist.cluster.nodes import listed
 from raydist.observe.aggregator import NODES, Aggregator
 from raydist.observe.node_monitor import NodeMonitor
 from raydist.run.directory import RunDir
@@ -73,9 +74,7 @@ class NodeMonitors:
     # --- inside
 
     def _start(self, nodes: set[str]) -> None:
-        import ray
-
-        alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"]: node["NodeManagerAddress"] for node in listed() if node["Alive"]}
         there = nodes & alive.keys()
         # An aggregator of a lost node has been restarted by Ray on another node.
         groups = {group for group, (node, _) in self._aggregators.items() if node in alive and node not in there}
@@ -129,7 +128,7 @@ class NodeMonitors:
     def _kill(self, *kinds: Sequence[tuple[str, Any]]) -> None:
         import ray
 
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"] for node in listed() if node["Alive"]}
         for those in kinds:
             closing = [actor.close.remote() for node, actor in those if node in alive]
             if closing:

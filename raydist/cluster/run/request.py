@@ -54,7 +54,7 @@ class Ending:
 
 def worker_kind(spec: JobSpec, gpus: float) -> WorkerKind:
     """The kind of that job's workers. `gpus`: per worker."""
-    return WorkerKind(spec.cluster.cpus_per_worker, gpus, worker_env(spec))
+    return WorkerKind(spec.cluster.each(gpus), worker_env(spec), spec.cluster.resources)
 
 
 def worker_env(spec: JobSpec) -> dict[str, str]:

@@ -92,45 +92,46 @@ class RestartLoop:
         node_monitors = self._node_monitors() if self._spec.observe.interval_s is not None else None
         incident: dict[str, Any] | None = None
         try:
-            while True:
-                group = self._gather()
-                if isinstance(group, Ending):
-                    return group
-                if incident is not None and (
-                    cause := storage_gone(run, number, self._stop_request, committed=self._committed)
-                ):
-                    return Ending("stopped", self._monitor.last_step() or 0, cause=cause)
-                number += 1
-                begin_attempt(run, number)  # an earlier attempt, wherever it still runs, can no longer commit
-                workers = self._elasticity.workers
-                self._monitor.begin_attempt(number, workers, run.newest_step())
-                places = group.places(workers, self._look)
-                snapshot = memory_checkpoints.job(places) if memory_checkpoints and places else None
-                if node_monitors and places:
-                    node_monitors.watch(places.values())
-                resumed = max(run.newest_step(), snapshot["step"] or 0 if snapshot else 0)
-                job = self._job(number, incident, snapshot)
-                result = group.attempt(job, workers, self._monitor.actor, self._look)
-                over = time.time()
-                if result.failure is None:
-                    value = result.value
-                    if value["status"] != "interrupted" or self._stop_request.signals:
-                        interrupted = self._stop_request.signals[0] if value["status"] == "interrupted" else None
-                        return Ending(value["status"], value["step"], signal=interrupted)
-                    if (ending := self._outage.ending()) is not None:
+            with self._headed():
+                while True:
+                    group = self._gather()
+                    if isinstance(group, Ending):
+                        return group
+                    if incident is not None and (
+                        cause := storage_gone(run, number, self._stop_request, committed=self._committed)
+                    ):
+                        return Ending("stopped", self._monitor.last_step() or 0, cause=cause)
+                    number += 1
+                    begin_attempt(run, number)  # an earlier attempt, wherever it still runs, can no longer commit
+                    workers = self._elasticity.workers
+                    self._monitor.begin_attempt(number, workers, run.newest_step())
+                    places = group.places(workers, self._elasticity.look)
+                    snapshot = memory_checkpoints.job(places) if memory_checkpoints and places else None
+                    if node_monitors and places:
+                        node_monitors.watch(places.values())
+                    resumed = max(run.newest_step(), snapshot["step"] or 0 if snapshot else 0)
+                    job = self._job(number, incident, snapshot)
+                    result = group.attempt(job, workers, self._monitor.actor, self._elasticity.look)
+                    over = time.time()
+                    if result.failure is None:
+                        value = result.value
+                        if value["status"] != "interrupted" or self._stop_request.signals:
+                            interrupted = self._stop_request.signals[0] if value["status"] == "interrupted" else None
+                            return Ending(value["status"], value["step"], signal=interrupted)
+                        if (ending := self._outage.ending()) is not None:
+                            return ending
+                        incident = {"over": over, "last_step": self._monitor.last_step()}
+                        self._elasticity.leave()
+                        continue
+                    last_step = self._monitor.last_step()
+                    self._elasticity.lost(group.gone)
+                    # The snapshot that this attempt started from is progress too, though it is no checkpoint.
+                    history = history.at(max(run.newest_step(), resumed))
+                    ending = self._after(result.failure, number, history)
+                    if ending is not None:
                         return ending
-                    incident = {"over": over, "last_step": self._monitor.last_step()}
-                    self._elasticity.leave()
-                    continue
-                last_step = self._monitor.last_step()
-                self._elasticity.lost(group.gone)
-                # The snapshot that this attempt started from is progress too, though it is no checkpoint.
-                history = history.at(max(run.newest_step(), resumed))
-                ending = self._after(result.failure, number, history)
-                if ending is not None:
-                    return ending
-                history = history.then(result.failure)
-                incident = {"seen": result.seen, "silent_s": result.silent_s, "over": over, "last_step": last_step}
+                    history = history.then(result.failure)
+                    incident = {"seen": result.seen, "silent_s": result.silent_s, "over": over, "last_step": last_step}
         finally:
             self._elasticity.close(self._keeps)
             if memory_checkpoints is not None:
@@ -138,20 +139,23 @@ class RestartLoop:
             if node_monitors is not None:
                 node_monitors.close()
 
-    def _look(self) -> None:
-        with self._headed():
-            self._elasticity.look()
-
     @contextlib.contextmanager
     def _headed(self) -> Iterator[None]:
-        """If the head was started again, this thread goes no further: any other call of Ray may abort this process. The main
-        thread ends the run.
+        """If the head was started again, this thread goes no further: most calls of Ray would abort this process. The main thread
+        ends the run.
         """
+        from ray.exceptions import RayError
+
         try:
             yield
         except HeadReplaced:
             self._outage.replaced()
-            threading.Event().wait()
+        except RayError:
+            if not self._outage.look_for_another():
+                raise
+        else:
+            return
+        threading.Event().wait()
 
     def _node_monitors(self) -> NodeMonitors:
         every = self._spec.observe.interval_s
@@ -161,8 +165,7 @@ class RestartLoop:
 
     def _gather(self) -> Group | Ending:
         """The group of the next attempt; an Ending if there is none."""
-        with self._headed():
-            found = self._elasticity.gather()
+        found = self._elasticity.gather()
         if found is None:
             return Ending("interrupted", self._request.run.newest_step(), signal=self._stop_request.signals[0])
         if isinstance(found, Stop):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raydist import errors
+from raydist.run.lease import SKEW_S
 
 Kind = Literal[
     "user_error",
@@ -128,6 +129,17 @@ def rank_error(rank: int, report: Mapping[str, Any]) -> RankError | None:
         return RankError(rank, "OutOfMemory", died["starved"], at=report["at"], kind="out_of_memory")
     message = f"process {died['pid']} on {died['node_ip']} exited without reporting an error ({died['how']})"
     return RankError(rank, "WorkerDied", message, at=report["at"], kind="worker_died")
+
+
+def by_this_clock(report: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """A rank's report that comes now. If the clock of its host is wrong, all its times are moved by as much: the earliest report is
+    the cause, and the time that a failure takes is counted from it.
+    """
+    off = now - report["at"]
+    if abs(off) <= SKEW_S:
+        return dict(report)
+    error = {"error": {**report["error"], "at": report["error"]["at"] + off}} if "error" in report else {}
+    return {**report, **error, "at": now}
 
 
 def _names(*roots: type[BaseException]) -> frozenset[str]:

@@ -176,6 +176,8 @@ class Supervisor:
                 head_monitor.lost = True  # its thread may be in any call of Ray: nothing may be torn down below it
             if self._error is not None:
                 raise self._error
+            if self._ending is not None and self._ending.status == "stopped":
+                self._outage.look_for_another()
             self._outage.look()
             if self._outage.dead and (self._ending is None or self._ending.status == "stopped"):
                 self._ending = self._outage.ending()  # whatever the ranks made of it

@@ -12,10 +12,10 @@ from typing import Any
 
 from raydist.checkpoint import hub
 from raydist.checkpoint.source import pinned
-from raydist.cluster import nodes, preflight
+from raydist.cluster import preflight
 from raydist.cluster.run.request import Request
 from raydist.cluster.session import Session
-from raydist.cluster.sweep.capacity import Shape, asked, at_once, room
+from raydist.cluster.sweep.capacity import Shape, asked, at_once, different, room
 from raydist.cluster.sweep.trial import Plan
 from raydist.data import open_or_prepare
 from raydist.data.dataset import TokenDataset
@@ -67,8 +67,8 @@ class TrialSetup:
     ) -> None:
         self._folder, self._datasets, self._session = folder, datasets, session
         self._trials = {trial.id: trial for trial in trials}
-        self._nodes = self._look()
-        self._shapes = {self._asked(trial.job) for trial in trials}
+        self._nodes = preflight.answering(session)
+        self._shapes = different(self._asked(trial.job) for trial in trials)
         self.at_once = at_once(self._nodes, self._shapes, concurrent)
         checked: dict[str, JobSpec] = {}
         for trial in trials:
@@ -98,14 +98,7 @@ class TrialSetup:
 
     def room(self) -> int:
         """How many trials fit on the cluster now: fewer than `at_once` if nodes were lost."""
-        return room(self._look(), self._shapes)
-
-    def _look(self) -> list[Mapping[str, float]]:
-        """The resources of each node that answers."""
-        import ray
-
-        gone = set() if self._session.private else nodes.unreachable()
-        return [n["Resources"] for n in ray.nodes() if n["Alive"] and n["NodeID"] not in gone]
+        return room(preflight.answering(self._session), self._shapes)
 
     def _tokens(self, job: JobSpec) -> int:
         return self._datasets.steps(job) * job.train.global_batch * job.model.context

@@ -17,7 +17,7 @@ from raydist.cluster.sweep import worker_group_pool as module
 from raydist.cluster.sweep.trial import Plan
 from raydist.cluster.sweep.worker_group_pool import WorkerGroupPool
 
-KIND = WorkerKind(1.0, 0.0, {})
+KIND = WorkerKind({"CPU": 1.0}, {})
 
 
 class FakeWorkerGroupSlot:

@@ -426,7 +426,8 @@ def test_the_forecast_of_a_place(swept: Make, tmp_path: Path) -> None:
     jobs = [cell.job for cell in made.cells]
 
     def tell_it(*nodes: dict[str, float]) -> tuple[dict[str, Any], list[str]]:
-        ground = Ground("this machine", nodes, {k: sum(n.get(k, 0.0) for n in nodes) for k in ("CPU", "GPU")})
+        listed = tuple({"Resources": node, "NodeManagerAddress": ""} for node in nodes)
+        ground = Ground("this machine", listed, {k: sum(n.get(k, 0.0) for n in nodes) for k in ("CPU", "GPU")})
         told = dict(strict(forecast.tell(made.sweep, made.cells, known, None, ground.place(jobs, 3))))
         sink = io.StringIO()
         tables.forecast(told, Console(file=sink, width=200))

@@ -83,6 +83,23 @@ def test_read_only(kit: Any, disk: Path) -> None:
     assert one.run.committed() == [1, 3]
 
 
+def test_a_full_inode_table(kit: Any, disk: Path) -> None:
+    """No new file, though there is space: the save costs only itself, and nothing of it is left to be read."""
+    one = kit.OneRank(disk / "run", asynchronous=True)
+    one.save(1)
+    one.saver.wait()
+    room = os.statvfs(disk)
+    mount("-o", f"remount,nr_inodes={room.f_files - room.f_ffree}", str(disk))
+    one.save(2)
+    one.saver.wait()
+    mount("-o", f"remount,nr_inodes={room.f_files}", str(disk))
+    one.save(3)
+    assert one.saver.wait()
+    one.saver.close()
+    assert [(step, "No space left on device" in cause) for step, cause in failed(one)] == [(2, True)]
+    assert one.run.committed() == [1, 3]
+
+
 def test_an_unmounted_folder_takes_no_checkpoint(kit: Any, disk: Path, tmp_path: Path) -> None:
     """The empty folder below is writable, but the run's folder is not there, so nothing is written there."""
     home = tmp_path / "home"
