@@ -189,7 +189,7 @@ def _pair(text: str, option: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key or not value:
         raise UsageError(f"{option} {text}: is not KEY=VALUE", f"write {option} KEY=VALUE")
-    return key, value
+    return _checked(option, key, _WORD), value
 
 
 def _toleration(text: str) -> dict[str, str]:

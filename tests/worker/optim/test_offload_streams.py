@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +77,8 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     monkeypatch.setattr(torch.Tensor, "copy_", late)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *a: None)
     for name, fake in (("Stream", Stream), ("stream", stream), ("current_stream", lambda device: current[-1]),
-                       ("cudart", lambda: library), ("synchronize", lambda device: None)):  # fmt: skip
+                       ("cudart", lambda: library), ("synchronize", lambda device: None),
+                       ("device", nullcontext)):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
     yield current[0]
     current.pop().queue.clear()
