@@ -28,7 +28,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class TrainState:
-    """`model` and `optimizer` as the loop has them; names do not contain the prefixes of DDP or torch.compile.
+    """`model`, without DDP's wrapper, and `optimizer` as the loop has them; names do not contain the prefix of torch.compile.
 
     `shards`: `strategy.shards()`; `frozen`: those of parameters that are not trained; `base`: names of these that are no part of
     the state, because they are read from `model.hf`; `outer`: the weights that replicas have in common, if they train apart: they
