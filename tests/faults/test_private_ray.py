@@ -45,10 +45,10 @@ class Trained:
 
     def _has_started(self) -> bool:
         self.look()
-        for name in ("GCS", "raylet"):
-            for process in self.below:
+        for process in sorted(self.below, key=lambda each: (each.create_time(), each.pid)):
+            for name in ("GCS", "raylet"):
                 if PROCESSES[name] in command_line(process):
-                    self.central[name] = process.pid
+                    self.central.setdefault(name, process.pid)  # what it forks has its command line until it executes
         return len(self.central) == 2
 
     def look(self) -> None:
