@@ -70,6 +70,11 @@ class Door:
         """Whether this is the token, in a time that does not depend on it."""
         return token is not None and hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
 
+    def admits(self, cookies: str) -> bool:
+        """Whether the token is among the cookies of that header. Not by http.cookies: some versions take minutes for a long one."""
+        pairs = (one.strip().partition("=") for one in cookies.split(";"))
+        return any(self.knows(value) for name, _, value in pairs if name == self.cookie)
+
     def set_cookie(self) -> str:
         """The value of Set-Cookie: for this browser session, out of reach of scripts and of requests from other sites."""
         return f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
