@@ -42,6 +42,8 @@ from raydist.storage import Storage
 THREADS = 4
 BEAT_S = 15.0
 """A stream says at least this often that it is there; a run that has ended, which may be resumed, is looked at this often."""
+CLIENTS = 800
+"""Number of connections; one more is closed at once. With them and its files, a process stays below 1,024 descriptors."""
 STREAMS = 400
 """Number of browsers' tabs that are followed; one more is refused, and tries again."""
 SLOW_S = 60
@@ -82,7 +84,9 @@ class Server:
     def _at_door(self, request: Request) -> Response | None:
         """The answer to a request that may not see pages, or that brings the token; None to all others."""
         if (why := self._door.refused(request.method, request.headers)) is not None:
-            return _plain("Refused", f"{why}.", 403)
+            answer = _plain("Refused", f"{why}.", 403)
+            answer.headers["Connection"] = "close"  # what follows may be the body
+            return answer
         token = request.query_params.get(PARAMETER)
         if token is not None and any(route.matches(request.scope)[0] is Match.FULL for route in self._app.routes):
             if not self._door.knows(token):
@@ -239,6 +243,8 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
+        if len(self.connections) > CLIENTS:
+            transport.abort()
         self._pauses = 0
         self._look(None)
 
