@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import secrets
 import signal
 import socket
@@ -44,6 +43,8 @@ BEAT_S = 15.0
 """A stream says at least this often that it is there; a run that has ended, which may be resumed, is looked at this often."""
 CLIENTS = 800
 """Number of connections; one more is closed at once. With them and its files, a process stays below 1,024 descriptors."""
+LONGEST = 4000
+"""Characters of a path; Python makes no number of more than 4,300 digits."""
 STREAMS = 400
 """Number of browsers' tabs that are followed; one more is refused, and tries again."""
 SLOW_S = 60
@@ -53,16 +54,16 @@ T = TypeVar("T")
 
 
 class Server:
-    """A dashboard over these storages, as an ASGI application. `closing`: once set, streams end. `made`: identifies this process in
-    versions, which begin anew with it."""
+    """A dashboard over these storages, as an ASGI application. `closing`: once set, streams end. `pool`: its threads. `made`:
+    identifies this process in versions, which begin anew with it."""
 
     def __init__(self, homes: Sequence[Storage], door: Door) -> None:
         self._site, self._door = Site(homes, door.acts), door
         self._made = secrets.token_hex(4)
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="dashboard")
+        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="dashboard")
         self.closing, self._streams = asyncio.Event(), set[Any]()
-        runs = "/run/{storage}/{name}", "/cell/{storage}/{sweep}/{name}"
-        routes = [Route("/", self._list), Route("/sweep/{storage}/{name}", self._sweep)]
+        runs = "/run/{storage:int}/{name}", "/cell/{storage:int}/{sweep}/{name}"
+        routes = [Route("/", self._list), Route("/sweep/{storage:int}/{name}", self._sweep)]
         routes += [Route(path, self._run) for path in runs]
         if door.acts:
             routes += [Route(f"{path}/{{action}}", self._act, methods=["POST"]) for path in runs]
@@ -77,16 +78,14 @@ class Server:
         answer = self._at_door(Request(scope)) or self._app
         await answer(scope, receive, send)
 
-    def close(self) -> None:
-        """Ends the threads; what they read is given up."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
     def _at_door(self, request: Request) -> Response | None:
         """The answer to a request that may not see pages, or that brings the token; None to all others."""
         if (why := self._door.refused(request.method, request.headers)) is not None:
             answer = _plain("Refused", f"{why}.", 403)
             answer.headers["Connection"] = "close"  # what follows may be the body
             return answer
+        if len(request.scope["path"]) > LONGEST:
+            return _plain("Not here", "There is no such page.", 404)
         token = request.query_params.get(PARAMETER)
         if token is not None and any(route.matches(request.scope)[0] is Match.FULL for route in self._app.routes):
             if not self._door.knows(token):
@@ -103,7 +102,8 @@ class Server:
         return await self._show(request, self._site.list(), [])
 
     async def _sweep(self, request: Request) -> Response:
-        place = await self._thread(self._site.sweep, _storage(request), request.path_params["name"])
+        asked = request.path_params
+        place = await self._thread(self._site.sweep, asked["storage"], asked["name"])
         return await self._show(request, self._site.sweep_page(place), [_TOP])
 
     async def _run(self, request: Request) -> Response:
@@ -122,7 +122,8 @@ class Server:
         return JSONResponse({"told": redact(told)}, status, HEADERS)
 
     def _place(self, request: Request) -> tuple[Place, list[tuple[str, str]]]:
-        storage, name, sweep = _storage(request), request.path_params["name"], request.path_params.get("sweep")
+        asked = request.path_params
+        storage, name, sweep = asked["storage"], asked["name"], asked.get("sweep")
         if sweep is None:
             return self._site.run(storage, name), [_TOP]
         return self._site.cell(storage, sweep, name), [_TOP, (sweep, f"/sweep/{storage}/{quote(sweep, safe='')}")]
@@ -133,7 +134,7 @@ class Server:
         if since is not None and request.method == "GET":
             return self._stream(live, request.headers.get("Last-Event-ID", since))
         shown = await self._newest(live)
-        return _html(document(shown, f"{self._made}-{shown.version}", path))
+        return HTMLResponse(document(shown, f"{self._made}-{shown.version}", path), headers=HEADERS)
 
     async def _newest(self, live: Live[Parts]) -> Parts:
         found = live.fresh
@@ -181,7 +182,7 @@ class Server:
         return StreamingResponse(pieces(), headers={**HEADERS, **kept})
 
     async def _thread(self, call: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.pool, call, *arguments)
 
 
 _TOP = ("runs and sweeps", "/")
@@ -191,13 +192,6 @@ def _csv(rows: pa.Table, head: bool) -> bytes:
     sink = pa.BufferOutputStream()
     pyarrow.csv.write_csv(rows, sink, pyarrow.csv.WriteOptions(include_header=head))
     return bytes(sink.getvalue())
-
-
-def _storage(request: Request) -> int:
-    given = request.path_params["storage"]
-    if not re.fullmatch("[0-9]{1,4}", given):
-        raise HTTPException(404)
-    return int(given)
 
 
 async def _wrong(_: Request, error: Exception) -> Response:
@@ -213,11 +207,7 @@ async def _wrong(_: Request, error: Exception) -> Response:
 
 
 def _plain(title: str, words: str, status: int = 200, refresh: str | None = None) -> Response:
-    return _html(plain(title, words, refresh), status)
-
-
-def _html(body: bytes, status: int = 200) -> Response:
-    return HTMLResponse(body, status, HEADERS)
+    return HTMLResponse(plain(title, words, refresh), status, HEADERS)
 
 
 def _file(path: str, text: str) -> Response:
@@ -298,4 +288,4 @@ async def serve(
     finally:
         pages.closing.set()
         await server.shutdown([listening])
-        pages.close()
+        pages.pool.shutdown(wait=False, cancel_futures=True)
