@@ -58,9 +58,10 @@ const looks = (() => {
   };
   // Vertical lines; a label only where there is room, first for the bad ones.
   const marks = (chart, look, wide, top) => {
-    const [low, high] = chart.x.ends, scale = chart.x.kind === "time" ? 1000 : 1, taken = [];
+    const to = chart.x.kind === "log" ? Math.log : Number, scale = chart.x.kind === "time" ? 1000 : 1;
+    const [low, high] = chart.x.ends.map(to), taken = [];
     const data = [...chart.marks].sort((a, b) => b[2] - a[2] || a[0] - b[0]).map(([x, words, bad]) => {
-      const at = (x - low) / (high - low) * wide, end = at + 7 * words.length + 8;
+      const at = (to(x) - low) / (high - low) * wide, end = at + 7 * words.length + 8;
       const shown = words && end < wide + 48 && !taken.some(([from, to]) => at < to && end > from);
       if (shown) taken.push([at, end]);
       const colour = bad ? look.bad : look.quiet;
@@ -68,7 +69,7 @@ const looks = (() => {
         xAxis: x * scale, lineStyle: {color: colour, type: [3, 3]},
         label: {...text(look), show: Boolean(shown), formatter: () => words, position: top, align: "left", color: colour},
       };
-    });
+    }).reverse();  // the bad ones are on top
     return {silent: true, symbol: "none", animation: false, data};
   };
   const zoom = (look, axes) => ({
