@@ -24,7 +24,7 @@ import pytest
 
 from raydist.cli import main as cli
 from raydist.dashboard import server
-from raydist.dashboard.access import Door
+from raydist.dashboard.access import Door, names
 from raydist.dashboard.announced import link
 from raydist.dashboard.document import LIBRARY
 from raydist.dashboard.server import STREAMS
@@ -281,8 +281,12 @@ def test_addresses_in_other_forms_lead_nowhere_else(dashboard: Dashboard) -> Non
 
 
 def test_clients_that_send_or_take_nothing_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is silent, one with half a head, one that does not read its answer; and one more than CLIENTS at once."""
+    """One that is silent, one with half a head, one that does not read its answer; and one more than CLIENTS at once. Meanwhile a
+    thread asks for this host's name, for which no client waits."""
     ended: Queue[object] = Queue()
+    asking: Queue[str] = Queue()
+    names.cache_clear()
+    monkeypatch.setattr(socket, "getfqdn", lambda: (asking.put(threading.current_thread().name), "")[1])
     lost = server._Connection.connection_lost
     monkeypatch.setattr(server, "SLOW_S", 1)
     monkeypatch.setattr(server, "CLIENTS", 3)
@@ -319,6 +323,8 @@ def test_clients_that_send_or_take_nothing_are_given_up(tmp_path: Path, monkeypa
 
     asyncio.run(serving())
     os.close(ended_by)
+    names.cache_clear()
+    assert asking.get_nowait().startswith("dashboard")
 
 
 def test_other_commands_find_the_dashboard_of_a_storage(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
