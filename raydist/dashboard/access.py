@@ -101,7 +101,7 @@ class Door:
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return name in {"localhost", self.host.lower()} or name in _names()
+            return name in {"localhost", self.host.lower()} or name in names()
         return True
 
 
@@ -109,6 +109,6 @@ _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?")
 
 
 @functools.cache
-def _names() -> frozenset[str]:
-    """This host's; the second one asks the name server."""
+def names() -> frozenset[str]:
+    """This host's; the second one asks the name server, which may take long, and is kept."""
     return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})

@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from raydist.dashboard import actions, views
-from raydist.dashboard.access import HEADERS, PARAMETER, Door
+from raydist.dashboard.access import HEADERS, PARAMETER, Door, names
 from raydist.dashboard.cache import EVERY_S, Live
 from raydist.dashboard.document import LIBRARY, LOOK, SCRIPTS, Parts, document, plain
 from raydist.dashboard.site import Place, Site
@@ -282,6 +282,7 @@ async def serve(
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
     await server.startup([listening])
+    pages.pool.submit(names)  # else the first request with a foreign Host would keep all others waiting for it
     try:
         ready()
         await server.main_loop()
