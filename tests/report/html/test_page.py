@@ -142,6 +142,14 @@ def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
     for _ in range(2):
         browser.page("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
     assert texts(browser, ".told")[0].startswith("step 103, training 1.0")
+    memory = CHART.format(json.dumps("Memory"))
+    browser.value(f"{memory}.plot.focus()")
+    for key, rank in (("ArrowRight", 0), ("ArrowDown", 1), ("ArrowLeft", 1)):
+        browser.page("Input.dispatchKeyEvent", type="keyDown", key=key)
+        assert browser.value(f"{memory}.told.textContent") == f"rank {rank}, 0 to 1.58 s, no value"
+    for key in ["ArrowRight"] * 10:
+        browser.page("Input.dispatchKeyEvent", type="keyDown", key=key)
+    assert browser.value(f"{memory}.told.textContent") == "rank 1, 15.8 s to 17.4 s, 1.0 GiB"
 
 
 def test_charts_are_drawn_as_they_come_near(browser: Chromium, written: Path) -> None:
