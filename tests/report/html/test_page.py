@@ -143,6 +143,9 @@ def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
         browser.page("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
     assert texts(browser, ".told")[0].startswith("step 103, training 1.0")
     memory = CHART.format(json.dumps("Memory"))
+    assert [(at, words) for at, words, _ in browser.value(f"{memory}.chart.marks")] == [
+        (97, "attempt 2"), (70, "leak"), (94.5, "injected fault"), (98, "checkpoint corrupt"), (96, "worker died"),
+    ]  # fmt: skip
     browser.value(f"{memory}.plot.focus()")
     for key, rank in (("ArrowRight", 0), ("ArrowDown", 1), ("ArrowLeft", 1)):
         browser.page("Input.dispatchKeyEvent", type="keyDown", key=key)
