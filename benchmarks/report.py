@@ -85,8 +85,9 @@ def make(run: RunDir, steps: int, ranks: int, readings: int) -> None:
 _SHOWN = """
 (async () => {
     const frame = () => new Promise((go) => requestAnimationFrame(() => setTimeout(go)));
+    const shown = (one) => !raydist.seen(one) || one.drawing && !one.stale;
     const drawn = async () => {
-        do await frame(); while (![...raydist.charts.values()].filter(raydist.seen).every((one) => one.drawing && !one.stale));
+        do await frame(); while (!window.raydist || ![...raydist.charts.values()].every(shown));
     };
     await drawn();
     %s

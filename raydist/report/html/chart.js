@@ -73,6 +73,20 @@
     document.dispatchEvent(new CustomEvent("raydist:zoom", {detail: {name: one.chart.x.name, range: wanted}}));
   };
 
+  // Where the next point of the first line, or the next cell, is drawn. At first: the point in the middle, the cell in the corner.
+  const ARROWS = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1]};
+  const next = (one, [right, down], middle) => {
+    const {chart, drawing} = one, kept = (i, size) => Math.min(Math.max(i, 0), size - 1);
+    if (chart.kind === "heat") {
+      const [j, i] = one.cursor ?? [-right, -down];
+      one.cursor = [kept(j + right, chart.columns.length), kept(i + down, chart.rows.length)];
+      return drawing.convertToPixel({xAxisIndex: 0, yAxisIndex: 0}, one.cursor);
+    }
+    const x = looks.known(chart)[0]?.x;
+    if (down || !x?.length) return null;
+    one.cursor = kept((one.cursor ?? looks.nearest(x, middle)) + right, x.length);
+    return [drawing.convertToPixel({xAxisIndex: 0}, x[one.cursor] * (chart.x.kind === "time" ? 1000 : 1)), one.plot.clientHeight / 2];
+  };
   const keys = (one, event) => {
     current(one);
     const {chart, drawing} = one;
@@ -89,11 +103,8 @@
     else if (event.key === "PageDown" && one.zoom) cut(Math.min(low + half, chart.x.ends[1] - half), high + half);
     else if (/^[1-9]$/.test(event.key) && chart.series?.[event.key - 1]) {
       drawing.dispatchAction({type: "legendToggleSelect", name: chart.series[event.key - 1].name});
-    } else if (/^Arrow(Left|Right)$/.test(event.key) && chart.kind === "lines" && looks.known(chart)[0]?.x.length) {
-      const {x} = looks.known(chart)[0], step = event.key === "ArrowLeft" ? -1 : 1;
-      one.cursor = Math.min(Math.max((one.cursor ?? looks.nearest(x, middle)) + step, 0), x.length - 1);
-      const scale = chart.x.kind === "time" ? 1000 : 1, at = drawing.convertToPixel({xAxisIndex: 0}, x[one.cursor] * scale);
-      drawing.dispatchAction({type: "showTip", x: at, y: one.plot.clientHeight / 2});
+    } else if (event.key in ARROWS && (one.pointer = next(one, ARROWS[event.key], middle))) {
+      drawing.dispatchAction({type: "showTip", x: one.pointer[0], y: one.pointer[1]});
       one.told.textContent = [...one.plot.querySelectorAll(".tip div")].map((line) => line.textContent).join(", ");
     } else return;
     event.preventDefault();

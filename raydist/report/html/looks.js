@@ -197,9 +197,10 @@ const looks = (() => {
     return {
       ...made, ...zoom(look, [0, 1]),
       tooltip: {...made.tooltip, trigger: "item", formatter: () => {
-        const [j, i] = one.drawing.convertFromPixel({xAxisIndex: 0, yAxisIndex: 0}, one.pointer), value = chart.values[i]?.[j] ?? null;
+        const [j, i] = one.drawing.convertFromPixel({xAxisIndex: 0, yAxisIndex: 0}, one.pointer), value = chart.values[i]?.[j];
         const words = chart.named.find(([row, column]) => row === i && column === j)?.[2];
-        return value === null ? "" : tip(`${chart.y} ${chart.rows[i]}, ${chart.columns[j]}`.trim(), [form(value), words]);
+        if (value === undefined) return "";
+        return tip(`${chart.y} ${chart.rows[i]}, ${chart.columns[j]}`.trim(), [value === null ? "no value" : form(value), words]);
       }},
       grid: {
         left: 4, right: 12, top: 22, bottom: 62, outerBoundsMode: "same", outerBoundsContain: "axisLabel", show: true,

@@ -142,6 +142,41 @@ def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
     for _ in range(2):
         browser.page("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
     assert texts(browser, ".told")[0].startswith("step 103, training 1.0")
+    memory = CHART.format(json.dumps("Memory"))
+    assert [(at, words) for at, words, _ in browser.value(f"{memory}.chart.marks")] == [
+        (97, "attempt 2"), (70, "leak"), (94.5, "injected fault"), (98, "checkpoint corrupt"), (96, "worker died"),
+    ]  # fmt: skip
+    browser.value(f"{memory}.plot.focus()")
+    for key, rank in (("ArrowRight", 0), ("ArrowDown", 1), ("ArrowLeft", 1)):
+        browser.page("Input.dispatchKeyEvent", type="keyDown", key=key)
+        assert browser.value(f"{memory}.told.textContent") == f"rank {rank}, 0 to 1.58 s, no value"
+    for key in ["ArrowRight"] * 10:
+        browser.page("Input.dispatchKeyEvent", type="keyDown", key=key)
+    assert browser.value(f"{memory}.told.textContent") == "rank 1, 15.8 s to 17.4 s, 1.0 GiB"
+
+
+def test_a_heat_map_is_one_picture(browser: Chromium, written: Path) -> None:
+    """Of its cells in the view and in the chosen part of the scale; zoomed, a cell is still the one under the pointer."""
+    browser.open(written)
+    browser.until(looks.DRAWN)
+    memory = CHART.format(json.dumps("Memory"))
+    filled = f"""(() => {{
+        const [picture, ...others] = {memory}.drawing.getZr().storage.getDisplayList(true).filter((one) => one.type === "image");
+        const {{width, height}} = picture.style.image, brush = picture.style.image.getContext("2d");
+        const opaque = brush.getImageData(0, 0, width, height).data.filter((v, i) => i % 4 === 3 && v);
+        return [others.length, opaque.length / width / height];
+    }})()"""
+    assert browser.value(filled) == [0, pytest.approx(146 / 160, abs=0.02)]
+    browser.value(
+        f"{memory}.drawing.dispatchAction({{type: 'selectDataRange', visualMapIndex: 0, selected: [1100, 1200]}})"
+    )
+    chosen = (5 + 101) / 253 / 2  # rank 1 in steps 76 to 80 of the first attempt, and 76 to 176 of the second
+    assert browser.value(filled) == [0, pytest.approx(chosen, abs=0.02)]
+    browser.value(f"{memory}.plot.focus()")
+    browser.page("Input.dispatchKeyEvent", type="keyDown", key="+")
+    browser.point(*place(browser, "Memory", 150, 55))
+    assert texts(browser, ".tip div") == ["rank 1, 2:29 to 2:30", "1.1 GiB"]
+    assert browser.complaints == []
 
 
 def test_charts_are_drawn_as_they_come_near(browser: Chromium, written: Path) -> None:
