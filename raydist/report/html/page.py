@@ -31,7 +31,7 @@ def library() -> str:
 @functools.cache
 def script() -> str:
     """The script that draws charts."""
-    return (HERE / "chart.js").read_text(encoding="utf-8")
+    return "".join((HERE / name).read_text(encoding="utf-8") for name in ("looks.js", "chart.js"))
 
 
 @functools.cache
