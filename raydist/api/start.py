@@ -7,6 +7,7 @@ ray.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,7 +128,8 @@ def sweep(
     from raydist.spec.sweep import load_sweep
 
     changed = _settings(set)
-    asked = load_sweep(Path(spec), changed[1::2], check_name(name) if name else None)
+    with _own_code():
+        asked = load_sweep(Path(spec), changed[1::2], check_name(name) if name else None)
     folder = SweepDir(Storage(storage or default_storage()).at(asked.name))
     given = {"name": name, "storage": storage, "address": address, "wait_for_driver": wait_for_driver}
     before = _number(folder)
@@ -163,7 +165,21 @@ def _job(spec: str | Path | Mapping[str, Any] | JobSpec, given: Mapping[str, Any
     over = Layer({}, {})
     for field, value in given.items():
         over = over.with_field(field, value, f"set {field}")
-    return resolve([*layers, over], source)
+    with _own_code():
+        return resolve([*layers, over], source)
+
+
+@contextmanager
+def _own_code() -> Iterator[None]:
+    """The user's own code is found in the working directory, too, where the command looks: Python looks beside the script only."""
+    here = os.getcwd()
+    if added := here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(here)
 
 
 def _settings(given: Mapping[str, Any] | None) -> list[str]:

@@ -20,17 +20,19 @@ Part = tuple[int, IntArray]
 
 
 class Reader(Dataset[Any]):
-    """Part -> micro-batch, here or in a loader's process. What samples draw at random depends on the seed and the part alone."""
+    """Part -> micro-batch, here or in a loader's process. What a sample draws at random depends on the seed, the step and the
+    sample alone, so that it is the same on any number of ranks; for this each is read by itself."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
 
     def __getitem__(self, part: Part) -> Any:
         step, ids = part
-        distributed.seed_all(self._seed, "own data", step, int(ids[0]))
-        if hasattr(self._dataset, "__getitems__"):  # of several at once, as torch's loader calls it
-            return self._collate(self._dataset.__getitems__(ids.tolist()))
-        return self._collate([self._dataset[number] for number in ids.tolist()])
+        samples = []
+        for number in ids.tolist():
+            distributed.seed_all(self._seed, "own data", step, number)
+            samples.append(self._dataset[number])
+        return self._collate(samples)
 
 
 def read_ahead(reader: Reader, parts: Iterable[Part], loader: DataLoader[Any]) -> Iterator[Any]:

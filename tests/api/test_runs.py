@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 import raydist
 from raydist.api import runs as api_runs
-from raydist.errors import RunNotFound, SpecError, TrainingStopped, UsageError
+from raydist.errors import DataError, RunNotFound, SpecError, TrainingStopped, UsageError
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, Finding, StepRecord
 from raydist.run.directory import SPEC, RunDir
@@ -113,6 +114,20 @@ def test_waiting_for_a_run_of_another_process(folder: RunDir, monkeypatch: pytes
     with pytest.raises(TrainingStopped, match="a-run: rank 1: boom"):
         run.wait()
     thread.join()
+
+
+def test_own_code_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found here as by the command, which then meets the next error; this process's path stays as it was."""
+    (tmp_path / "hook_of_this_folder.py").write_text("class Hook:\n    def __init__(self, facts): ...\n")
+    job = {"name": "a", "data": {"path": "nowhere"}, "train": {"steps": 1}, "hooks": ["hook_of_this_folder:Hook"]}
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    with pytest.raises(SpecError, match='no module "hook_of_this_folder"'):
+        raydist.train(job, storage=str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    with pytest.raises(DataError, match="nowhere"):
+        raydist.train(job, storage=str(tmp_path))
+    assert sys.path == before
 
 
 def test_a_wrong_job_is_an_error_here(tmp_path: Path) -> None:

@@ -257,6 +257,21 @@ def test_what_a_session_takes_of_a_loader(tmp_path: Path) -> None:
             small(tmp_path, refused)
 
 
+def test_random_transforms_do_not_depend_on_the_division(tmp_path: Path) -> None:
+    """A sample of a step is the same whatever the micro-batch it is in, and so on any number of ranks."""
+    drawn: list[dict[int, list[float]]] = []
+    for micro_batch in (1, 3, 4):
+        session, found = small(tmp_path / str(micro_batch), user.Drawn(), micro_batch=micro_batch), {}
+        with session as s:
+            for index, x, _ in s:
+                found |= dict(zip(index.tolist(), x.tolist(), strict=True))
+                s.backward(s.model(x[:, :1]).mean(), weight=len(x))
+                s.step()
+        drawn.append(found)
+    assert len(drawn[0]) == 8
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
 def test_what_is_left_of_a_loop_that_was_changed_is_one_clear_error(tmp_path: Path) -> None:
     """optimizer.step() and zero_grad(), which would train other numbers, and a session without `with`, or
     used twice. After the session the optimizer is the script's own again."""
