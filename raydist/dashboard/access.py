@@ -57,7 +57,8 @@ class Door:
         if not self._ours(headers.get("Host", "")):
             return "the name in the address is not one of this host"
         origin = headers.get("Origin")
-        if (origin is not None or method == "POST") and origin != f"http://{headers['Host']}":
+        ours = {f"{scheme}://{headers['Host']}" for scheme in ("http", "https")}  # https: a proxy with TLS
+        if (origin is not None or method == "POST") and origin not in ours:
             return "the request comes from another site"
         foreign = headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none")
         if foreign and not (

@@ -22,6 +22,7 @@ OWN = {"Host": "127.0.0.1:8275"}
         {"Host": "[::1]:8275"},
         {"Host": f"{socket.gethostname()}:8275"},
         {**OWN, "Origin": "http://127.0.0.1:8275", "Sec-Fetch-Site": "same-origin"},
+        {**OWN, "Origin": "https://127.0.0.1:8275", "Sec-Fetch-Site": "same-origin"},  # behind a proxy with TLS
         {**OWN, "Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"},
         {
             **OWN,
