@@ -490,15 +490,19 @@ class Cluster:
         if not host.up:
             host.boot()
         host.fork_zygotes(self._templates)
-        forks = [host_zygotes.__file__, host_zygotes.COMMAND, __file__]
-        program = forks if self._templates and forked else ["-m", "tests.hosts"]
+        program = forked_ray() if self._templates and forked else [sys.executable, "-m", "tests.hosts", "start"]
         command = [
-            sys.executable, *program, "start", *options, f"--node-ip-address={host.ip}",
+            *program, *options, f"--node-ip-address={host.ip}",
             f"--num-cpus={self._cpus if cpus is None else cpus}", "--object-store-memory=100000000", "--disable-usage-stats",
             "--include-log-monitor=false", "--no-monitor",  # a second of CPU time each: nothing reads the logs, or adds nodes
         ]  # fmt: skip
         done = host.run(command, cwd=Path(__file__).parents[1], env=self._env, timeout=240)
         assert "Ray runtime started" in done.stdout, done.stdout + done.stderr
+
+
+def forked_ray() -> list[str]:
+    """The first words of a `ray start` on a host that has zygotes."""
+    return [sys.executable, host_zygotes.__file__, host_zygotes.COMMAND, __file__, "start"]
 
 
 _TEMPLATES: list[host_zygotes.Template] = []

@@ -2,7 +2,8 @@
 
 The script runs on the first host, as Slurm's batch step does. In it `srun` and `scontrol` are this file: they put a request into a
 folder, which the test process carries out on the hosts. Options are as strict as Slurm's: an unknown one is an error. When a
-script ends, Slurm kills what it left on its nodes: here the hosts are killed, and start again.
+script ends, Slurm kills what it left on its nodes: here the hosts are killed, and start again. `ray start` and Ray's workers are
+forked (tests/host_zygotes.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.hosts import LEAN, Host, Hosts, Process
+from tests.hosts import LEAN, Host, Hosts, Process, forked_ray, templates
 
 OPTIONS = {
     "job-name": r"\S+", "nodes": r"\d+(-\d+)?", "ntasks-per-node": r"1", "cpus-per-task": r"\d+", "gpus-per-node": r"\d+",
@@ -62,11 +63,14 @@ class Job:
         for name in ("srun", "scontrol"):
             (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.slurm {folder} {name} "$@"\n')
             (commands / name).chmod(0o755)
+        self._templates = templates({**env, **LEAN})
         self._env = {
             **env, **LEAN, "PATH": f"{commands}:{env['PATH']}", "PYTHONPATH": str(Path(__file__).parents[1]),
             "SLURM_JOB_ID": str(JOB_ID), "SLURM_JOB_NUM_NODES": str(len(hosts)), "SLURM_TMPDIR": "/run/tmp",
             "SLURM_JOB_NODELIST": ",".join(host.name for host in hosts),
         }  # fmt: skip
+        for each in self._templates:
+            self._env |= each.variables
         self._start()
 
     def signal(self, number: signal.Signals) -> None:
@@ -86,6 +90,8 @@ class Job:
         self.runs += 1
         self._requeued = False
         self._steps: dict[Path, list[Process]] = {}
+        for host in self._hosts:
+            host.fork_zygotes(self._templates)
         # A step's Ray blocks until it is killed: what it prints goes to the job's log.
         with self.log.open("a") as log:
             self._batch = self._hosts[0].popen(
@@ -128,6 +134,8 @@ class Job:
             chosen = [host for host in chosen if host.name == options["nodelist"]]
         chosen = [host for host in chosen if host.name != options.get("exclude")]
         assert len(chosen) == int(options["nodes"]) == int(options["ntasks"]), options
+        if words[:2] == ["ray", "start"]:
+            words[:2] = forked_ray()
         with request.with_suffix(".out").open("w") as out, self.log.open("a") as log:
             return [host.popen(words, env=asked["env"], cwd=asked["cwd"], stdout=out, stderr=log) for host in chosen]
 

@@ -69,8 +69,10 @@ def _forked(arguments: Sequence[str]) -> bool:
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            if fork(theirs, os.environ, PRELOAD, VARIABLE) is None:
+            forked = fork(theirs, os.environ, PRELOAD, VARIABLE)
+            if forked is None:
                 return False
+            forked.close()  # the raylet waits for the worker
         try:
             ours.sendall(json.dumps(list(arguments)).encode())
             ours.shutdown(socket.SHUT_WR)

@@ -93,6 +93,10 @@ class Forked:
                 select.select([pidfd], [], [])
                 os.close(pidfd)
 
+    def close(self) -> None:
+        """Leaves the server to itself; in place of `wait`."""
+        self._connection.close()
+
 
 def fork(end: socket.socket, env: Mapping[str, str], preload: Sequence[str], name: str = VARIABLE) -> Forked | None:
     """Requests a server from the zygote, with this socket's end, and with `env` in place of the zygote's. Returns at once.
@@ -170,18 +174,21 @@ def peer_uid(connection: socket.socket) -> int:
 
 def _answer(connection: socket.socket, shared: Sequence[socket.socket], serve: Callable[[int], None]) -> None:
     message, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 3)
-    if len(fds) < 3:
-        return
-    pid = os.fork()
-    if pid == 0:
-        for inherited in (connection, *shared):
-            inherited.close()
-        _become_server(json.loads(message), fds, serve)
-    for fd in fds:
-        os.close(fd)
-    pidfd = os.pidfd_open(pid)
-    socket.send_fds(connection, [b"."], [pidfd])
-    os.close(pidfd)
+    try:
+        if len(fds) < 3:
+            return
+        pid = os.fork()
+        if pid == 0:
+            for inherited in (connection, *shared):
+                inherited.close()
+            _become_server(json.loads(message), fds, serve)
+        fds.append(os.pidfd_open(pid))
+        socket.send_fds(
+            connection, [b"."], fds[-1:]
+        )  # an error if the requester has exited, or does not wait for the server
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def _become_server(order: Mapping[str, object], fds: Sequence[int], serve: Callable[[int], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 import raydist
 from raydist.api import runs as api_runs
-from raydist.errors import RunNotFound, SpecError, TrainingStopped, UsageError
+from raydist.errors import DataError, RunNotFound, SpecError, TrainingStopped, UsageError
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, Finding, StepRecord
 from raydist.run.directory import SPEC, RunDir
@@ -55,11 +56,31 @@ def test_a_finished_run(folder: RunDir) -> None:
         run.report(str(Path(folder.uri).parent))
     assert run.wait() is run
     assert run.stop() is run
+    assert set(run.doctor()) == {"findings", "looked", "blind"}
+    assert run.verify() == []
+    for only_training in (run.save, run.trace):
+        with pytest.raises(UsageError, match="a-run is finished"):
+            only_training()
     assert repr(run).startswith("<raydist run a-run: finished at step 3, ")
     shown = run._repr_html_()
     assert shown.startswith("<iframe srcdoc=")
     assert "Loss" in shown
     assert "<script" not in shown, "the page is quoted as an attribute"
+
+
+def test_listed_and_deleted(folder: RunDir) -> None:
+    """As `raydist runs --json` and `raydist rm` do it; a run that trains stays."""
+    storage = str(Path(folder.uri).parent)
+    assert [(row["run"], row["status"], row["path"]) for row in raydist.list_runs(storage)] == [
+        ("a-run", "finished", folder.uri)
+    ]
+    run = raydist.open("a-run", storage)
+    lease = DriverLease(folder)
+    with pytest.raises(UsageError, match="run a-run is running"):
+        run.delete()
+    lease.release()
+    run.delete()
+    assert raydist.list_runs(storage) == []
 
 
 def test_no_run(tmp_path: Path) -> None:
@@ -93,6 +114,20 @@ def test_waiting_for_a_run_of_another_process(folder: RunDir, monkeypatch: pytes
     with pytest.raises(TrainingStopped, match="a-run: rank 1: boom"):
         run.wait()
     thread.join()
+
+
+def test_own_code_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found here as by the command, which then meets the next error; this process's path stays as it was."""
+    (tmp_path / "hook_of_this_folder.py").write_text("class Hook:\n    def __init__(self, facts): ...\n")
+    job = {"name": "a", "data": {"path": "nowhere"}, "train": {"steps": 1}, "hooks": ["hook_of_this_folder:Hook"]}
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    with pytest.raises(SpecError, match='no module "hook_of_this_folder"'):
+        raydist.train(job, storage=str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    with pytest.raises(DataError, match="nowhere"):
+        raydist.train(job, storage=str(tmp_path))
+    assert sys.path == before
 
 
 def test_a_wrong_job_is_an_error_here(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_the_users_errors_end_the_run(
     assert done.returncode == 3
     assert "rank 1: ValueError: loop.py, line " in done.stderr
     assert "a bug" in done.stderr
+    assert "run own-bug stopped without a checkpoint: rank 1: " in done.stderr
     monkeypatch.chdir(project.root)
     monkeypatch.setenv("RAYDIST_STORAGE", str(project.runs))
     with pytest.raises(TrainingStopped, match="step 3: rank 1 left its loop, and the others did not"):

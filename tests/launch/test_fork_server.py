@@ -284,6 +284,26 @@ def test_the_agents_of_a_cluster_s_node_share_a_zygote(tmp_path: Path, monkeypat
     again.close()
 
 
+def test_a_zygote_keeps_nothing_of_a_requester_that_has_exited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Any
+) -> None:
+    """Ray's workers are requested by a process that does not wait for them: no descriptor stays, which later ones would inherit."""
+    counting(tmp_path, monkeypatch)
+    shared = zygote()
+    fork_once(["preload"])
+    before = psutil.Process(shared.pid).num_fds()
+    for _ in range(3):
+        os.kill(shared.pid, signal.SIGSTOP)  # so that the requester is gone before the answer
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            forked = zygotes.fork(theirs, os.environ, ["preload"])
+            assert forked is not None
+            forked.close()
+        os.kill(shared.pid, signal.SIGCONT)
+    fork_once(["preload"])
+    assert psutil.Process(shared.pid).num_fds() == before
+
+
 def fork_once(preload: list[str]) -> None:
     """A server that forks one rank."""
     server = ForkServer(preload)

@@ -42,7 +42,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How the run ended: a status of records.Status, its cause if it stopped, and the signal that interrupted it. `signal` None
-    with status interrupted: there was no room for its workers.
+    with status interrupted: there was no room for its workers. `step`: of the newest checkpoint, or of the run's end.
     """
 
     status: str
@@ -66,7 +66,8 @@ def worker_env(spec: JobSpec) -> dict[str, str]:
 def raise_if_stopped(ending: Ending, run: RunDir) -> None:
     """Raises WorkerFailed with the root cause of a run that stopped."""
     if ending.status == "stopped":
+        left = f"with a checkpoint of step {ending.step}" if ending.step else "without a checkpoint"
         raise WorkerFailed(
-            f"run {run.name} stopped after step {ending.step}: {ending.cause}",
+            f"run {run.name} stopped {left}: {ending.cause}",
             f"all its events: raydist show {run.uri}; its logs: {run.uri}/logs",
         )

@@ -45,6 +45,8 @@ _NARROW = 0.75
 _SPREAD = math.log2(2.0)
 """Ends of the scale of slowness: half and twice the median."""
 _LISTED = 64
+_MARKS = 50
+"""Maximum number of incidents in a map: the critical ones, and the newest of the others."""
 _MIB = float(1 << 20)
 
 
@@ -131,13 +133,16 @@ def shares(report: Report) -> list[list[Markup]]:
 def _over_time(
     report: Report, title: str, grid: Grid, about: str, limits: tuple[float, float], form: Form, described: str
 ) -> Markup:
-    """A heat map rank x time with the attempts. `about`: what a value is; `described`: for screen readers."""
+    """A heat map rank x time with the attempts and the incidents. `about`: what a value is; `described`: for screen readers."""
     seen: set[int] = set()
     marks = []
     for attempt, at in [(span.attempt, span.start) for span in report.spans if span.what in ("startup", "recovery")]:
         if attempt not in seen and attempt != report.spans[0].attempt:
             marks.append(Mark(at - report.spans[0].start, f"attempt {attempt}"))
         seen.add(attempt)
+    happened = [(one["severity"] == "critical", one["at"], one["kind"]) for one in report.facts["incidents"]]
+    for critical, at, kind in sorted(happened)[-_MARKS:]:
+        marks.append(Mark(at - report.spans[0].start, kind, "bad" if critical else "plain"))
     ends = zip(grid.edges[:-1], grid.edges[1:], strict=True)
     columns = [f"{charts.clock(a)} to {charts.clock(b)}" for a, b in ends]
     return charts.heat(
