@@ -67,13 +67,13 @@ def _loss_and_gradient(logits_CV: Tensor, targets_C: Tensor, shard: VocabularySh
     logs_CV = F.log_softmax(logits_CV.float(), dim=-1)
     loss = F.nll_loss(logs_CV, targets_C, ignore_index=MASKED, reduction="sum")
     gradient_CV = logs_CV.exp_()
-    if gradient_CV.is_cpu and not torch.compiler.is_compiling():
-        # Saves three passes over all logits, for the same bits.
-        gradient_CV[torch.arange(len(targets_C), device="cpu"), targets_C.clamp(min=0)] -= 1.0
-    else:
-        # A comparison instead of a scatter: it is deterministic on every device, and fused if this is compiled.
+    if torch.compiler.is_compiling():
+        # A comparison instead of a scatter, because it is fused.
         at_target_CV = (torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]).float()
         gradient_CV = gradient_CV.sub_(at_target_CV)
+    else:
+        # Without three passes over all logits, and a copy of them; the same bits. No two rows write to one place: deterministic.
+        gradient_CV[torch.arange(len(targets_C), device=targets_C.device), targets_C.clamp(min=0)] -= 1.0
     gradient_CV = gradient_CV.to(logits_CV.dtype)
     return loss, gradient_CV.mul_((targets_C != MASKED)[:, None])
 
