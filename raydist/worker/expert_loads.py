@@ -1,20 +1,20 @@
 """Loads of experts: tells the layers which pass is which, sums their loads over all ranks, moves the routers' biases, and records.
 
-Runs in: each train worker. Torch, never ray. One all-reduce a step, of a number for each expert.
+Runs in: each train worker. Torch, never ray. One all-reduce a step, of a number for each expert; for a record on a pipeline, rank 0
+gets the biases of the other stages, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from raydist.data.batches import MicroBatch
-from raydist.worker.comm.json_gather import gather_json
+from raydist.worker.comm.json_gather import gather_json, gather_json_on_first
 from raydist.worker.distributed import Rank
 from raydist.worker.model._moe import MixtureOfExperts, layers_of
 from raydist.worker.parallel._model_graph import plain_name
@@ -30,17 +30,23 @@ def _tell(layer: MixtureOfExperts, batch: MicroBatch, *, records: bool) -> None:
 class ExpertLoads(StepHook):
     """A hook of every step of a model with experts. Every rank has one. `parts`: the model, or the stages that this rank has of it.
 
-    `say`: rank 0's `Reporter.say`; it gets the loads and biases of every `every`-th step. `imbalance`: of the last step, the load
-    of the fullest expert of a layer over the mean of that layer, for the worst layer; `exchanged`: bytes that all ranks together
-    sent to others for it; both None before the first step.
+    `say`: rank 0's `Reporter.say`, None on the others; it gets the loads and biases of every `every`-th step. `imbalance`: of the
+    last step, the load of the fullest expert of a layer over the mean of that layer, for the worst layer; `exchanged`: bytes that
+    all ranks together sent to others for it; both None before the first step.
     """
 
     def __init__(self, parts: Sequence[nn.Module], rank: Rank, every: int | None, say: Say | None) -> None:
         self._rank, self._every, self._say = rank, every, say
         self._layers = {plain_name(name): layer for name, layer in layers_of(*parts)}
         counts: dict[str, int] = {}
-        for of_rank in gather_json({n: layer.shape.count for n, layer in self._layers.items()}, rank.control):
+        owners: dict[str, int] = {}
+        held = gather_json({n: layer.shape.count for n, layer in self._layers.items()}, rank.control)
+        for number, of_rank in enumerate(held):
             counts |= of_rank
+            owners = dict.fromkeys(of_rank, number) | owners
+        self._owned = [name for name in self._layers if owners[name] == rank.rank]
+        """The layers of which this rank is the first."""
+        self._apart = any(owners.values())
         self._counts = {name: counts[name] for name in sorted(counts, key=_in_order)}
         for layer in self._layers.values():
             layer.loads = layer.loads.to(rank.device)
@@ -102,15 +108,21 @@ class ExpertLoads(StepHook):
         """Moves the biases. Every rank that has a layer does the same."""
         for name, layer in self._layers.items():
             layer.move_bias(self.loads[name])
-        if self._say is not None and self._every and step.number % self._every == 0:
-            self._say("expert_loads", **self._record(step.number))
+        if self._every and step.number % self._every == 0:
+            self._record(step.number)
 
-    def _record(self, step: int) -> dict[str, Any]:
-        layers = {name: {"loads": loads.tolist()} for name, loads in self.loads.items()}
-        for name, layer in self._layers.items():
-            if (bias := layer.router.bias) is not None:
-                layers[name]["bias"] = bias.tolist()
-        return {"step": step, "imbalance": self.imbalance, "exchanged": self.exchanged, "layers": layers}
+    def _record(self, step: int) -> None:
+        routers = {name: self._layers[name].router.bias for name in self._owned}
+        own = {name: bias.tolist() for name, bias in routers.items() if bias is not None}
+        every = gather_json_on_first(own, self._rank.control) if self._apart else [own]
+        if self._say is None or every is None:
+            return
+        biases = {name: bias for of_rank in every for name, bias in of_rank.items()}
+        layers = {
+            name: {"loads": loads.tolist()} | ({"bias": biases[name]} if name in biases else {})
+            for name, loads in self.loads.items()
+        }
+        self._say("expert_loads", step=step, imbalance=self.imbalance, exchanged=self.exchanged, layers=layers)
 
     def _sent_so_far(self) -> int:
         return sum(exchange.sent for exchange in self._exchanges)

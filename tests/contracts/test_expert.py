@@ -35,12 +35,13 @@ def mesh(
     return mesh_job(strategy, tensor, fields, {"pipeline": pipeline, "expert": expert}, **sections)
 
 
-Trained = tuple[Result, list[dict[str, list[int]]], list[dict[str, list[float]]], int]
-"""What tests/contracts/test_tensor.py compares; of each of two steps the loads, and this rank's biases; bytes exchanged."""
+Trained = tuple[Result, list[dict[str, list[int]]], list[dict[str, list[float]]], int, list[dict[str, Any]]]
+"""What tests/contracts/test_tensor.py compares; of each of two steps the loads, and this rank's biases; bytes exchanged; the
+records of rank 0."""
 
 
 def train(rank: Rank, spec: JobSpec, n: int = N) -> Trained:
-    """Two steps; all ranks return the same, except for the biases."""
+    """Two steps; all ranks return the same, except for the biases and records."""
     parallel = spec.parallel
     trainer = Trainer(rank, spec, full=n * CONTEXT)
     first, gradients, reports, loads, biases = trainer.whole(), dict[str, torch.Tensor](), [], [], []
@@ -54,7 +55,13 @@ def train(rank: Rank, spec: JobSpec, n: int = N) -> Trained:
     held_out = mine(rank, *samples(n, seed=99), MICRO, parallel.tensor, parallel.pipeline)
     loss, _ = evaluate(trainer.mesh, trainer.strategy, trainer.precision, held_out)
     trainer.step.optimizer_hooks.close()
-    return (reports, first, gradients, trainer.whole(), loss), loads, biases, trainer.loads.exchanged or 0
+    return (
+        (reports, first, gradients, trainer.whole(), loss),
+        loads,
+        biases,
+        trainer.loads.exchanged or 0,
+        trainer.recorded,
+    )
 
 
 @functools.cache
@@ -65,7 +72,13 @@ def _reference(options: tuple[tuple[str, Any], ...], n: int) -> Trained:
 def check(every: list[Trained], n: int = N, **options: Any) -> None:
     """All ranks against one process. Sums of fp32 in another order: 3e-6 of the largest element, 1e-6 for the norm."""
     right = _reference(tuple(options.items()), n)
-    for result, loads, biases, _ in every:
+    assert [len(recorded) for *_, recorded in every] == [2] + [0] * (len(every) - 1)
+    for own, whole in zip(every[0][-1], right[-1], strict=True):
+        assert own["layers"].keys() == whole["layers"].keys()
+        for name, layer in whole["layers"].items():
+            assert own["layers"][name]["loads"] == layer["loads"]
+            assert own["layers"][name].get("bias") == pytest.approx(layer.get("bias"), abs=1e-7)
+    for result, loads, biases, *_ in every:
         compare(result, right[0])
         assert loads == right[1]
         for own, whole in zip(biases, right[2], strict=True):
@@ -87,8 +100,8 @@ def test_folded_over_replicas_and_tensor_parallel_ranks(
     ranks: Any, strategy: str, expert: int, tensor: int, pipeline: int
 ) -> None:
     """dp 2 x tensor 2 with expert 4; dp 2 x pipeline 2 with expert 2; tensor 2 x pipeline 2 with expert 2."""
-    spec = mesh(strategy, expert, tensor, pipeline, fields=model(balance=0.1))
-    check(run(ranks, train, 4, spec), balance=0.1)
+    spec = mesh(strategy, expert, tensor, pipeline, fields=model(balance=0.1, bias_rate=0.01))
+    check(run(ranks, train, 4, spec), balance=0.1, bias_rate=0.01)
 
 
 def test_idle_ranks_and_experts(ranks: Any) -> None:
@@ -98,7 +111,7 @@ def test_idle_ranks_and_experts(ranks: Any) -> None:
     check(run(ranks, train, 4, mesh("zero3", 4), 3), n=3)
     every = run(ranks, train, 4, mesh("zero3", 4, fields=model(skew=9.0)))
     check(every, skew=9.0)
-    for (_, _, gradients, _, _), loads, _, exchanged in every:
+    for (_, _, gradients, _, _), loads, _, exchanged, _ in every:
         for layer in ("blocks.1.mlp", "blocks.2.mlp"):
             assert loads[0][layer] == [N * CONTEXT] * 2 + [0] * 6
             assert not gradients[f"{layer}.experts.down"][2:].any()
