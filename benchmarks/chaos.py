@@ -126,6 +126,12 @@ OF_A_PRIVATE_RAY: list[Callable[[int, int], Fault]] = [
         lambda rank, step, process=process: faults.KillProcess(rank=rank, step=step, process=process)
         for process in ("coordinator", "raylet", "gcs")
     ),
+    *(
+        lambda rank, step, process=process: faults.KillProcess(
+            rank=rank, step=step, process=process, lack_of_memory=True
+        )
+        for process in ("agent", "monitor", "coordinator", "raylet", "gcs")
+    ),
 ]
 OF_VIRTUAL_RANKS: list[Callable[[int, int], Fault]] = [lambda rank, step: faults.OutOfMemory(rank=rank, step=step)]
 OF_NODES: list[Callable[[int, int], Fault]] = [

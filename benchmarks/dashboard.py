@@ -162,8 +162,8 @@ def main() -> None:
             result |= opened(client, "list", "/", server)
             result["alone"] = viewers(url, "/run/0/live", 1, options.seconds, server)
             result["together"] = viewers(url, "/run/0/live", options.viewers, options.seconds, server)
-            # Last: the server then examines its telemetry in the background, for a minute.
-            result |= opened(client, "large", "/run/0/large", server)
+            # Last: the server then examines its telemetry in the background, for a minute. It has closed the idle connection.
+            result |= opened(Client(url), "large", "/run/0/large", server)
         finally:
             stop.set()
             trainer.join()

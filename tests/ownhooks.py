@@ -68,3 +68,18 @@ class Changes(BaseHook):
         weight = next(self._model.parameters()).data
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
         weight.view(-1)[0] += 1e-7
+
+
+class ChangesAndRaises(Changes):
+    """The error does not hide the change."""
+
+    def on_eval(self, step: int, loss: float) -> None:
+        super().on_eval(step, loss)
+        raise ValueError("a bug")
+
+
+class Evaluates(Changes):
+    """Forgets to set the model back, which would train without dropout."""
+
+    def on_eval(self, step: int, loss: float) -> None:
+        self._model.eval()

@@ -23,9 +23,10 @@ config = BertConfig(
 model = BertForSequenceClassification(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=4, num_training_steps=STEPS)
+loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH, shuffle=True)
 
 model.train()
-with rd.session(model, optimizer, dataset, steps=STEPS, batch=BATCH, clip=1.0, scheduler=scheduler, name="bert") as s:
+with rd.session(model, optimizer, loader, steps=STEPS, clip=1.0, scheduler=scheduler, name="bert") as s:
     for batch in s:
         loss = model(**batch).loss
         s.backward(loss, weight=len(batch["labels"]))

@@ -50,8 +50,9 @@ dataset = TensorDataset(images, classes)
 model = ResNet()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH, shuffle=True)
 
-with rd.session(model, optimizer, dataset, steps=STEPS, batch=BATCH, scheduler=scheduler, name="resnet") as s:
+with rd.session(model, optimizer, loader, steps=STEPS, scheduler=scheduler, name="resnet") as s:
     for images, classes in s:
         loss = F.cross_entropy(model(images), classes)
         s.backward(loss, weight=len(images))

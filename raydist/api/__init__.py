@@ -7,6 +7,7 @@ Runs in: the user's process. Imports neither torch nor ray, and starts none of t
     run = raydist.train("jobs/quickstart.yaml", set={"train.steps": 100})
     run.steps().to_pandas()
     raydist.run_script("train.py", ["--lr", 0.1], workers=4)
+    raydist.list_runs()
     raydist.open("runs/quickstart").report("report.html")
     raydist.sweep("tune_sweeps/lr-batch.yaml").results()
 """
@@ -14,7 +15,7 @@ Runs in: the user's process. Imports neither torch nor ray, and starts none of t
 from __future__ import annotations
 
 from raydist.api.runs import Run
-from raydist.api.start import open, run_script, sweep, train
+from raydist.api.start import list_runs, open, run_script, sweep, train
 from raydist.api.sweeps import Sweep
 
-__all__ = ["Run", "Sweep", "open", "run_script", "sweep", "train"]
+__all__ = ["Run", "Sweep", "list_runs", "open", "run_script", "sweep", "train"]

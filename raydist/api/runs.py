@@ -1,12 +1,13 @@
 """A run, as its folder has it: its steps, events, findings and checkpoints, during and after training.
 
-Runs in: the user's process. Imports pyarrow inside functions; never torch or ray.
+Runs in: the user's process. Imports pyarrow inside functions; torch in `Run.model` and
+`Run.weights` alone; never ray.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from raydist.api import notebook
@@ -18,6 +19,7 @@ from raydist.storage import Storage
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from torch import Tensor, nn
 
     from raydist.records import Event
     from raydist.report.run_metrics import Report
@@ -103,6 +105,71 @@ class Run(Started[RunDir]):
 
         return manifest.summary(self.folder)
 
+    def save(self, timeout: float = STOP_S) -> int:
+        """Has a run that trains save a checkpoint after its present step. Returns that step, once the checkpoint is committed.
+
+        Raises UsageError if it does not train, SaveFailed if nothing is committed in `timeout` seconds.
+        """
+        from raydist.checkpoint.on_request import save_now
+
+        return save_now(self.folder, timeout, "raydist.Run.save")
+
+    def verify(self, step: int | None = None) -> list[dict[str, Any]]:
+        """Reads every byte of its checkpoints, or of that of `step`: of each its step, whether it is good, and its problems."""
+        from raydist.checkpoint import retention
+
+        return list(retention.verified(self.folder, step))
+
+    def export(
+        self, folder: str, step: int | None = None, format: str = "huggingface", dtype: str | None = None
+    ) -> str:
+        """Writes the weights of a checkpoint, by default the newest, to a new folder, as `raydist checkpoint export` does in a
+        process of its own; `AutoModelForCausalLM.from_pretrained` reads it. Returns the folder."""
+        given = {"step": step, "format": format, "dtype": dtype}
+        Command(["checkpoint", "export", self.uri, "--out", folder, *options(given)]).wait()
+        return folder
+
+    def model(self, step: int | None = None) -> nn.Module:
+        """The model with the weights of a checkpoint, by default the newest, for evaluation on the CPU. Imports torch here, and the
+        code of your own that the job names. Raises CheckpointNotFound."""
+        from raydist.worker.checkpoint.restored_model import newest_model
+
+        return newest_model(self.folder, step)[0]
+
+    def weights(self, step: int | None = None) -> dict[str, Tensor]:
+        """The weights of a checkpoint, by default the newest, by name: whole, on the CPU, whatever ranks saved them, for
+        `load_state_dict`. Of a script's run, too. Imports torch here. Raises CheckpointNotFound."""
+        from raydist.worker.checkpoint.weights_reader import open_weights
+
+        with open_weights(self.folder, step) as weights:
+            return {name: weights.read(name) for name in weights.tensors}
+
+    def doctor(self) -> dict[str, Any]:
+        """What is wrong with it, live or over, as `raydist doctor --json` prints it: findings, looked, blind."""
+        from raydist.diagnosis import examine
+        from raydist.report import doctor
+
+        return doctor.facts(examine(self.folder))
+
+    def profile(
+        self, duration: float = 60.0, interval: float = 10.0, metrics: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """Measures it for `duration` seconds while it trains, as `raydist profile` does: per metric and rank, node or GPU its mean
+        and extremes over intervals, compared with a threshold. Raises UsageError if it does not train."""
+        from raydist.report import profile
+
+        return profile.profile(self.folder, profile.chosen(metrics), duration, interval, lambda line: None)
+
+    def trace(self, steps: int = 3, timeout: float = STOP_S) -> dict[str, Any]:
+        """Has its next steps recorded on every rank. Returns each rank's shares, and in `path` the trace's file, for Perfetto.
+
+        Raises UsageError if it does not train, TraceFailed if a rank has not answered in `timeout` seconds.
+        """
+        from raydist.report.tracing import record
+
+        name, _, shares = record(self.folder, steps, timeout, "raydist.Run.trace", lambda line: None)
+        return {**shares, "path": self.folder.storage.at(name).uri}
+
     def logs(self, rank: int | None = None, attempt: int | None = None) -> Iterator[tuple[int, str]]:
         """(rank, line) of what the ranks printed in an attempt, by default the newest, rank by rank."""
         from raydist.run.log import last_attempt
@@ -166,6 +233,12 @@ class Run(Started[RunDir]):
                 raise StopFailed(f"run {self.name}: its driver, process {self._command.pid}, has not ended") from None
         return self
 
+    def delete(self) -> None:
+        """Deletes its folder: records, logs and checkpoints. Raises UsageError if it trains, or is a cell of a sweep."""
+        from raydist.api import deleting
+
+        deleting.delete(deleting.chosen_from(self.folder).folder)
+
     def __repr__(self) -> str:
         return (
             f"<raydist run {self.name}: {self._state()['status']} at step {self._state().get('step') or 0}, {self.uri}>"
@@ -188,6 +261,16 @@ class Run(Started[RunDir]):
             self._command.wait(pause)
         except TimeoutError:
             return
+
+
+def options(given: Mapping[str, Any]) -> list[str]:
+    """The options of a command for the arguments of a function: none for None and False, the name alone for True."""
+    return [
+        part
+        for name, value in given.items()
+        if value is not None and value is not False
+        for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
 
 
 def place_of(path: str | None, home: Storage) -> tuple[Storage, str]:

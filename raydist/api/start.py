@@ -1,4 +1,4 @@
-"""`raydist.train`, `raydist.run_script`, `raydist.sweep` and `raydist.open`.
+"""`raydist.train`, `raydist.run_script`, `raydist.sweep`, `raydist.open` and `raydist.list_runs`.
 
 Runs in: the user's process. A run's driver is a process of its own, `raydist train` or `raydist run`, so that nothing here imports
 ray.
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raydist.api.command import Command
-from raydist.api.runs import POLL_S, Run
+from raydist.api.runs import POLL_S, Run, options
 from raydist.api.sweeps import Sweep
 from raydist.errors import UsageError
+from raydist.printable import printable
 from raydist.run.directory import Folder, RunDir, check_name, default_storage
 from raydist.storage import Storage
 
@@ -38,6 +39,9 @@ def train(
     fresh: bool = False,
     allow_spec_change: bool = False,
     faults: str | Path | None = None,
+    wait_for_driver: float | None = None,
+    wait_for_nodes: float | None = None,
+    exclude_slow: bool = False,
     dashboard: bool = False,
     wait: bool = True,
 ) -> Run:
@@ -57,18 +61,14 @@ def train(
     _check_dashboard(dashboard, wait)
     job = _job(spec, set or {})
     folder = RunDir(Storage(storage or default_storage()).at(check_name(name or job.name)))
-    options = [
-        *_shared(name, storage, address),
-        *(["--until", str(until)] if until is not None else []),
-        *(["--resume"] if resume else []),
-        *(["--fresh"] if fresh else []),
-        *(["--allow-spec-change"] if allow_spec_change else []),
-        *(["--faults", str(faults)] if faults is not None else []),
-        *(["--dashboard"] if dashboard else []),
-    ]
+    given = {
+        "name": name, "storage": storage, "address": address, "until": until, "resume": resume, "fresh": fresh,
+        "allow_spec_change": allow_spec_change, "faults": faults, "wait_for_driver": wait_for_driver,
+        "wait_for_nodes": wait_for_nodes, "exclude_slow": exclude_slow, "dashboard": dashboard,
+    }  # fmt: skip
     with _in_memory(dump(job).encode()) as file:
         before = _number(folder)
-        run = Run(folder, Command(["train", f"/proc/self/fd/{file}", *options], [file], tied=wait))
+        run = Run(folder, Command(["train", f"/proc/self/fd/{file}", *options(given)], [file], tied=wait))
         return run.wait() if wait else _taken(run, before)
 
 
@@ -85,6 +85,7 @@ def run_script(
     address: str | None = None,
     fresh: bool = False,
     faults: str | Path | None = None,
+    wait_for_driver: float | None = None,
     dashboard: bool = False,
     wait: bool = True,
 ) -> Run:
@@ -97,16 +98,13 @@ def run_script(
     """
     _check_dashboard(dashboard, wait)
     folder = RunDir(Storage(storage or default_storage()).at(check_name(name or Path(script).stem)))
-    sizes = {"--workers": workers, "--cpus": cpus, "--gpus": gpus, "--faults": faults}
-    options = [
-        *_shared(name, storage, address),
-        *(part for option, value in sizes.items() if value is not None for part in (option, str(value))),
-        *(part for one in _settings(set) for part in ("--set", one)),
-        *(["--fresh"] if fresh else []),
-        *(["--dashboard"] if dashboard else []),
-    ]
+    given = {
+        "name": name, "storage": storage, "address": address, "workers": workers, "cpus": cpus, "gpus": gpus, "fresh": fresh,
+        "faults": faults, "wait_for_driver": wait_for_driver, "dashboard": dashboard,
+    }  # fmt: skip
+    words = ["run", *options(given), *_settings(set), "--", str(script), *map(str, arguments)]
     before = _number(folder)
-    run = Run(folder, Command(["run", *options, "--", str(script), *map(str, arguments)], tied=wait))
+    run = Run(folder, Command(words, tied=wait))
     return run.wait() if wait else _taken(run, before)
 
 
@@ -117,6 +115,7 @@ def sweep(
     name: str | None = None,
     storage: str | None = None,
     address: str | None = None,
+    wait_for_driver: float | None = None,
     wait: bool = True,
 ) -> Sweep:
     """Trains a sweep's cells, as `raydist sweep` does, and returns it. The same call again resumes it.
@@ -127,12 +126,12 @@ def sweep(
     from raydist.run.sweep_directory import SweepDir
     from raydist.spec.sweep import load_sweep
 
-    given = _settings(set)
-    asked = load_sweep(Path(spec), given, check_name(name) if name else None)
+    changed = _settings(set)
+    asked = load_sweep(Path(spec), changed[1::2], check_name(name) if name else None)
     folder = SweepDir(Storage(storage or default_storage()).at(asked.name))
-    options = [*_shared(name, storage, address), *(part for one in given for part in ("--set", one))]
+    given = {"name": name, "storage": storage, "address": address, "wait_for_driver": wait_for_driver}
     before = _number(folder)
-    made = Sweep(folder, Command(["sweep", "run", str(spec), *options], tied=wait))
+    made = Sweep(folder, Command(["sweep", "run", str(spec), *options(given), *changed], tied=wait))
     return made.wait() if wait else _taken(made, before)
 
 
@@ -142,6 +141,13 @@ def open(run: str | Path, storage: str | None = None) -> Run | Sweep:
 
     found = resolve_any(str(run), storage)
     return Run(found) if isinstance(found, RunDir) else Sweep(found)
+
+
+def list_runs(storage: str | None = None) -> list[dict[str, Any]]:
+    """What `raydist runs --json` prints: name, path, status, step and losses of each run in `storage`."""
+    from raydist.report import summary
+
+    return list(printable(summary.runs(storage)))
 
 
 def _job(spec: str | Path | Mapping[str, Any] | JobSpec, given: Mapping[str, Any]) -> JobSpec:
@@ -161,12 +167,13 @@ def _job(spec: str | Path | Mapping[str, Any] | JobSpec, given: Mapping[str, Any
 
 
 def _settings(given: Mapping[str, Any] | None) -> list[str]:
-    """Texts for `--set`."""
+    """`--set FIELD=VALUE` for each."""
     import yaml
 
-    return [
+    texts = [
         f"{field}={yaml.safe_dump(value, default_flow_style=True).strip()}" for field, value in (given or {}).items()
     ]
+    return [part for text in texts for part in ("--set", text)]
 
 
 def _check_dashboard(dashboard: bool, wait: bool) -> None:
@@ -175,11 +182,6 @@ def _check_dashboard(dashboard: bool, wait: bool) -> None:
             "dashboard=True with wait=False: the address of the page would be printed nowhere",
             "leave out one of them; `raydist dashboard STORAGE` shows the run, too",
         )
-
-
-def _shared(name: str | None, storage: str | None, address: str | None) -> list[str]:
-    named = {"--name": name, "--storage": storage, "--address": address}
-    return [part for option, value in named.items() if value is not None for part in (option, value)]
 
 
 @contextmanager

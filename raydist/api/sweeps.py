@@ -63,6 +63,12 @@ class Sweep(Started["SweepDir"]):
         stopping.stop(self.folder, timeout if wait else None)
         return self
 
+    def delete(self) -> None:
+        """Deletes its folder with all its runs. Raises UsageError if it trains."""
+        from raydist.api import deleting
+
+        deleting.delete(deleting.chosen_from(self.folder).folder)
+
     def __repr__(self) -> str:
         return f"<raydist sweep {self.name}: {len(self.folder.cells())} cells, {self.uri}>"
 

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
+from typing import Any
 
 from raydist.checkpoint import manifest
 from raydist.checkpoint.manifest import path
@@ -83,6 +84,22 @@ def leased(run: RunDir, step: int) -> Iterator[None]:
         ended.set()
         renewing.join()  # a renewal in progress would write a released lease again
         lease.release()
+
+
+def verified(run: RunDir, step: int | None = None) -> Iterator[dict[str, Any]]:
+    """Reads every byte of each checkpoint, or of that of `step`: of each its `step`, whether it is `good`, and its `problems`.
+
+    Raises CheckpointNotFound if there is none of `step`.
+    """
+    for number in run.committed() if step is None else [step]:
+        try:
+            with leased(run, number):
+                problems = manifest.verify(run, number)
+        except CheckpointNotFound:
+            if step is not None:
+                raise
+            continue  # pruned since it was listed
+        yield {"step": number, "good": not problems, "problems": problems}
 
 
 def prune(

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from raydist.cli import options
-from raydist.errors import CheckpointNotFound, UsageError
+from raydist.errors import UsageError
 from raydist.run.directory import RunDir, resolve
 
 app = typer.Typer(help="List, make, check, prune and export a run's checkpoints.", no_args_is_help=True)
@@ -94,7 +94,7 @@ def verify(
     --replay trains instead: a proof that the run has the same bits at any number of workers (train.virtual_ranks), or that this
     machine computes what the other did. Exit code 3 if anything differs.
     """
-    from raydist.checkpoint import manifest, retention
+    from raydist.checkpoint import retention
 
     folder = resolve(run, storage)
     if workers is not None and replay is None:
@@ -102,20 +102,12 @@ def verify(
     if replay is not None:
         _replay(folder, replay, step, workers, trust, as_json)
         return
-    steps = folder.committed() if step is None else [step]
     checked: list[dict[str, Any]] = []
-    for number in steps:
-        try:
-            with retention.leased(folder, number):
-                problems = manifest.verify(folder, number)
-        except CheckpointNotFound:
-            if step is not None:
-                raise
-            continue  # pruned since it was listed
-        checked.append({"step": number, "good": not problems, "problems": problems})
+    for one in retention.verified(folder, step):
+        checked.append(one)
         if not as_json:
-            print(f"step {number}: {'bad' if problems else 'all bytes match their hashes'}")
-        for problem in problems:
+            print(f"step {one['step']}: {'all bytes match their hashes' if one['good'] else 'bad'}")
+        for problem in one["problems"]:
             print(f"raydist: {problem}", file=sys.stderr)
     if as_json:
         print(json.dumps(checked))

@@ -1,6 +1,6 @@
 """`raydist dashboard`: serves live pages of the runs and sweeps of one or more storages.
 
-Runs in: the user's shell. Imports aiohttp and pyarrow inside the command; never ray or torch.
+Runs in: the user's shell. Imports starlette, uvicorn and pyarrow inside the command; never ray or torch.
 """
 
 from __future__ import annotations

@@ -64,14 +64,14 @@ def doctor(
 
 
 def _run(target: str, storage: str | None, as_json: bool) -> None:
-    from raydist.diagnosis import examine
+    from raydist.api.runs import Run
     from raydist.report import doctor as shown
     from raydist.run.directory import resolve
     from raydist.run.status import read_state
 
-    run = resolve(target, storage)
-    status = read_state(run)["status"]
-    found = shown.facts(examine(run))
+    run = Run(resolve(target, storage))
+    status = read_state(run.folder)["status"]
+    found = run.doctor()
     if as_json:
         print(json.dumps({"v": 1, "run": run.name, "path": run.uri, "status": status, **found}, allow_nan=False))
         return

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from raydist.cli import options
-from raydist.printable import printable
 
 
 def runs(
@@ -19,9 +18,9 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """List the runs of a storage."""
-    from raydist.report import summary
+    from raydist.api import start
 
-    rows = printable(summary.runs(storage))
+    rows = start.list_runs(storage)
     if as_json:
         print(json.dumps(rows, allow_nan=False))
         return

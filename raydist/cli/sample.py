@@ -12,9 +12,8 @@ import typer
 
 from raydist.cli import options
 from raydist.cli.chat import Chat, lines
-from raydist.errors import CheckpointNotFound, UsageError, UserError
+from raydist.errors import UsageError, UserError
 from raydist.printable import printable
-from raydist.redact import beside
 from raydist.run.directory import SPEC, resolve
 
 
@@ -64,20 +63,11 @@ def sample(
     folder = resolve(run, storage)
 
     from raydist import registry
-    from raydist.data.dataset import TokenDataset
-    from raydist.spec import read_stored
-    from raydist.worker.checkpoint import restore
-    from raydist.worker.checkpoint.restored_model import restored_model
+    from raydist.worker.checkpoint.restored_model import newest_model
 
     registry.trust(trust)
-    spec = read_stored(folder.storage)
-    manifest = restore.choose(folder, step=step)
-    if manifest is None:
-        raise CheckpointNotFound(
-            f"run {folder.name} has no checkpoint yet", "train it to its first checkpoint (checkpoint.every)"
-        )
-    dataset = TokenDataset(beside(str(manifest.plain["dataset"]), folder.full_uri))
-    model: Any = restored_model(folder, manifest, spec, dataset.vocab_size)
+    made, dataset, spec = newest_model(folder, step)
+    model: Any = made
     if not hasattr(model, "generate"):
         raise UserError(f'model "{spec.model.name}" cannot generate text', "give it generate(tokens_BT, max_new, ...)")
     if chat:

@@ -340,7 +340,7 @@ def _ended(url: str, job: str) -> tuple[str, int | None, str]:
     Status LOST: the cluster no longer knows the job, or has not answered for `_AWAY_S`. Raises UserError if the cluster no
     longer accepts the token.
     """
-    import aiohttp
+    import aiohttp  # Ray's client of jobs, which needs it, raises its errors
     from ray.exceptions import AuthenticationError
 
     from raydist.cluster import authentication, jobs

@@ -15,11 +15,11 @@ from __future__ import annotations
 import functools
 import hmac
 import ipaddress
+import re
 import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 PARAMETER = "token"
 HEADERS = {
@@ -52,6 +52,8 @@ class Door:
         """Why a request is refused whatever its token is; None if it is not."""
         if method not in ("GET", "HEAD") and not (method == "POST" and self.acts):
             return "this server only shows: use GET"
+        if headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in headers:
+            return "requests to this server have no body"  # what looks like one may be another request
         if not self._ours(headers.get("Host", "")):
             return "the name in the address is not one of this host"
         origin = headers.get("Origin")
@@ -70,6 +72,11 @@ class Door:
         """Whether this is the token, in a time that does not depend on it."""
         return token is not None and hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
 
+    def admits(self, cookies: str) -> bool:
+        """Whether the token is among the cookies of that header. Not by http.cookies: some versions take minutes for a long one."""
+        pairs = (one.strip().partition("=") for one in cookies.split(";"))
+        return any(self.knows(value) for name, _, value in pairs if name == self.cookie)
+
     def set_cookie(self) -> str:
         """The value of Set-Cookie: for this browser session, out of reach of scripts and of requests from other sites."""
         return f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
@@ -87,15 +94,18 @@ class Door:
 
     def _ours(self, host: str) -> bool:
         """A number cannot be made to resolve to something else. The port may be that of an SSH tunnel."""
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
+        found = _HOST.fullmatch(host.lower())
+        if found is None:
             return False
+        name = found[1] or found[2]
         try:
             ipaddress.ip_address(name)
         except ValueError:
             return name in {"localhost", self.host.lower()} or name in _names()
         return True
+
+
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?")
 
 
 @functools.cache

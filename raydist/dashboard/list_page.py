@@ -90,12 +90,18 @@ def _sweep(sweep: SweepDir) -> dict[str, Any]:
 
 def page(homes: Sequence[Storage], listed: Sequence[list[dict[str, Any]] | str]) -> Parts:
     """The parts of the page: the heading, and one section for each storage."""
-    count = sum(len(one) for one in listed if isinstance(one, list))
+    every = [row for one in listed if isinstance(one, list) for row in one]
+    states = Counter(row["status"] for row in every) + Counter(sweep=sum(row["kind"] == "sweep" for row in every))
     field = tag("label", "show rows with", tag("input", type="search", id="filter", autocomplete="off", size=36))
     head = tag(
         "header",
         tag("h1", "Runs and sweeps"),
-        tag("p", f"{count:,} in {len(homes)} storage{'s' if len(homes) > 1 else ''}", class_="path quiet"),
+        tag("p", f"{len(every):,} in {len(homes)} storage{'s' if len(homes) > 1 else ''}", class_="path quiet"),
+        tag(
+            "p",
+            "Only: ",
+            *[[tag("a", f"{name} ({n:,})", href=f"?q={name}"), " "] for name, n in sorted(states.items())],
+        ),
         id="head",
     )
     sections: dict[str, Markup] = {}

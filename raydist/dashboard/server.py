@@ -1,5 +1,5 @@
-"""The HTTP server of `raydist dashboard`: aiohttp, which Ray's own dashboard uses. It answers GET only, and changes nothing, unless
-it is started with --allow-actions: then a POST to a run's address asks that run for something (actions.py).
+"""The HTTP server of `raydist dashboard`: a starlette application, served by uvicorn. It answers GET only, and changes nothing,
+unless it is started with --allow-actions: then a POST to a run's address asks that run for something (actions.py).
 
 Runs in: one process; pages are read and drawn in THREADS threads beside the server's.
 """
@@ -11,16 +11,23 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.csv
-from aiohttp import web
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Match, Route
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from raydist.dashboard import actions, views
 from raydist.dashboard.access import HEADERS, PARAMETER, Door
@@ -34,120 +41,100 @@ from raydist.storage import Storage
 THREADS = 4
 BEAT_S = 15.0
 """A stream says at least this often that it is there; a run that has ended, which may be resumed, is looked at this often."""
+CLIENTS = 800
+"""Number of connections; one more is closed at once. With them and its files, a process stays below 1,024 descriptors."""
+LONGEST = 4000
+"""Characters of a path; Python makes no number of more than 4,300 digits."""
 STREAMS = 400
 """Number of browsers' tabs that are followed; one more is refused, and tries again."""
-SLOW_S = 60.0
-"""A reader that takes nothing for this long is given up."""
+SLOW_S = 60
+"""A client that has neither sent a whole request nor taken anything of its answer for this long is given up."""
 _CSV_ROWS = 1 << 14
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
 
 class Server:
-    """A dashboard over these storages. `made`: identifies this process in versions, which begin anew with it."""
+    """A dashboard over these storages, as an ASGI application. `closing`: once set, streams end. `pool`: its threads. `made`:
+    identifies this process in versions, which begin anew with it."""
 
     def __init__(self, homes: Sequence[Storage], door: Door) -> None:
         self._site, self._door = Site(homes, door.acts), door
         self._made = secrets.token_hex(4)
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="dashboard")
-        self._closing, self._streams = asyncio.Event(), 0
+        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="dashboard")
+        self.closing, self._streams = asyncio.Event(), set[Any]()
+        runs = "/run/{storage:int}/{name}", "/cell/{storage:int}/{sweep}/{name}"
+        routes = [Route("/", self._list), Route("/sweep/{storage:int}/{name}", self._sweep)]
+        routes += [Route(path, self._run) for path in runs]
+        if door.acts:
+            routes += [Route(f"{path}/{{action}}", self._act, methods=["POST"]) for path in runs]
+        for path, text in {"/look.css": LOOK, **SCRIPTS}.items():
+            routes.append(Route(path, _file(path, text), methods=["GET"]))
+        wrong = dict.fromkeys((HTTPException, RaydistError, Exception), _wrong)
+        self._app = Starlette(routes=routes, exception_handlers=wrong)
+        self._app.router.redirect_slashes = False
 
-    def app(self) -> web.Application:
-        """Its routes; each request passes `_answer` first."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        answer = self._at_door(Request(scope)) or self._app
+        await answer(scope, receive, send)
 
-        @web.middleware
-        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            answer = await self._answer(request, handler)
-            if not answer.prepared:
-                for name, value in HEADERS.items():
-                    answer.headers.setdefault(name, value)
-            return answer
-
-        async def closing(_: web.Application) -> None:
-            self._closing.set()
-
-        app = web.Application(middlewares=[guard])
-        app.router.add_get("/", self._list)
-        app.router.add_get("/run/{storage:\\d+}/{name}", self._run)
-        app.router.add_get("/cell/{storage:\\d+}/{sweep}/{name}", self._run)
-        app.router.add_get("/sweep/{storage:\\d+}/{name}", self._sweep)
-        if self._door.acts:
-            app.router.add_post("/run/{storage:\\d+}/{name}/{action}", self._act)
-            app.router.add_post("/cell/{storage:\\d+}/{sweep}/{name}/{action}", self._act)
-        app.router.add_get("/look.css", _file("text/css", LOOK))
-        for path, text in SCRIPTS.items():
-            app.router.add_get(path, _file("text/javascript", text, kept=path == LIBRARY))
-        app.on_shutdown.append(closing)
-        return app
-
-    def close(self) -> None:
-        """Ends the threads; what they read is given up."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def _at_door(self, request: Request) -> Response | None:
+        """The answer to a request that may not see pages, or that brings the token; None to all others."""
         if (why := self._door.refused(request.method, request.headers)) is not None:
-            return _html(plain("Refused", f"{why}."), 403)
-        if PARAMETER in request.query and request.match_info.http_exception is None:
-            if not self._door.knows(request.query[PARAMETER]):
-                return _html(plain("Refused", "This token is not the present one."), 401)
+            answer = _plain("Refused", f"{why}.", 403)
+            answer.headers["Connection"] = "close"  # what follows may be the body
+            return answer
+        if len(request.scope["path"]) > LONGEST:
+            return _plain("Not here", "There is no such page.", 404)
+        token = request.query_params.get(PARAMETER)
+        if token is not None and any(route.matches(request.scope)[0] is Match.FULL for route in self._app.routes):
+            if not self._door.knows(token):
+                return _plain("Refused", "This token is not the present one.", 401)
             # No redirect: after a link from another site, only a navigation of this page's own sends the new cookie.
-            answer = _html(plain("Dashboard", "Opening the dashboard.", refresh=request.rel_url.raw_path))
+            answer = _plain("Dashboard", "Opening the dashboard.", refresh=quote(request.scope["path"]))
             answer.headers["Set-Cookie"] = self._door.set_cookie()
             return answer
-        if not self._door.knows(request.cookies.get(self._door.cookie)):
-            return _html(plain("Refused", "Open the address that raydist dashboard has printed."), 401)
-        try:
-            return await handler(request)
-        except web.HTTPException as error:
-            return _html(plain("Not here", "There is no such page."), error.status)
-        except UsageError as error:
-            return _html(plain("Not understood", f"{error.message}: {error.hint}."), 400)
-        except RaydistError as error:
-            return _html(plain("Not here", error.message), 404)
-        except (ConnectionError, asyncio.CancelledError):
-            raise
-        except Exception:
-            traceback.print_exc(file=sys.stderr)
-            return _html(plain("Failed", "The dashboard failed; its terminal has the error."), 500)
+        if not self._door.admits(request.headers.get("Cookie", "")):
+            return _plain("Refused", "Open the address that raydist dashboard has printed.", 401)
+        return None
 
-    async def _list(self, request: web.Request) -> web.StreamResponse:
+    async def _list(self, request: Request) -> Response:
         return await self._show(request, self._site.list(), [])
 
-    async def _sweep(self, request: web.Request) -> web.StreamResponse:
-        place = await self._thread(self._site.sweep, int(request.match_info["storage"]), request.match_info["name"])
+    async def _sweep(self, request: Request) -> Response:
+        asked = request.path_params
+        place = await self._thread(self._site.sweep, asked["storage"], asked["name"])
         return await self._show(request, self._site.sweep_page(place), [_TOP])
 
-    async def _run(self, request: web.Request) -> web.StreamResponse:
-        view = views.parse(request.query)
+    async def _run(self, request: Request) -> Response:
+        view = views.parse(request.query_params)
         place, path = await self._thread(self._place, request)
-        if request.query.get("download") == "steps.csv":
-            return await self._csv(request, place)
+        if request.query_params.get("download") == "steps.csv":
+            return await self._csv(place)
         return await self._show(request, self._site.run_page(place, view), path)
 
-    async def _act(self, request: web.Request) -> web.StreamResponse:
+    async def _act(self, request: Request) -> Response:
         place, _ = await self._thread(self._place, request)
         try:
-            told, status = await self._thread(actions.ask, self._site.folder(place), request.match_info["action"]), 202
+            told, status = await self._thread(actions.ask, self._site.folder(place), request.path_params["action"]), 202
         except RaydistError as error:
             told, status = f"{error.message}: {error.hint}" if error.hint else error.message, 409
-        return web.json_response({"told": redact(told)}, status=status)
+        return JSONResponse({"told": redact(told)}, status, HEADERS)
 
-    def _place(self, request: web.Request) -> tuple[Place, list[tuple[str, str]]]:
-        asked = request.match_info
-        storage = int(asked["storage"])
-        if "sweep" not in asked:
-            return self._site.run(storage, asked["name"]), [_TOP]
-        above = request.rel_url.with_query(None).parent
-        sweep = str(above).replace("/cell/", "/sweep/", 1)
-        return self._site.cell(storage, asked["sweep"], asked["name"]), [_TOP, (asked["sweep"], sweep)]
+    def _place(self, request: Request) -> tuple[Place, list[tuple[str, str]]]:
+        asked = request.path_params
+        storage, name, sweep = asked["storage"], asked["name"], asked.get("sweep")
+        if sweep is None:
+            return self._site.run(storage, name), [_TOP]
+        return self._site.cell(storage, sweep, name), [_TOP, (sweep, f"/sweep/{storage}/{quote(sweep, safe='')}")]
 
-    async def _show(self, request: web.Request, live: Live[Parts], path: list[tuple[str, str]]) -> web.StreamResponse:
+    async def _show(self, request: Request, live: Live[Parts], path: list[tuple[str, str]]) -> Response:
         """The page; or, with `since` in the query, what changes after that version, as long as the browser listens."""
-        since = request.query.get("since")
-        if since is not None:
-            return await self._stream(request, live, request.headers.get("Last-Event-ID", since))
+        since = request.query_params.get("since")
+        if since is not None and request.method == "GET":
+            return self._stream(live, request.headers.get("Last-Event-ID", since))
         shown = await self._newest(live)
-        return _html(document(shown, f"{self._made}-{shown.version}", path))
+        return HTMLResponse(document(shown, f"{self._made}-{shown.version}", path), headers=HEADERS)
 
     async def _newest(self, live: Live[Parts]) -> Parts:
         found = live.fresh
@@ -155,49 +142,47 @@ class Server:
             found = await self._thread(live.get)
         return found.value
 
-    async def _stream(self, request: web.Request, live: Live[Parts], since: str) -> web.StreamResponse:
-        """Server-sent events, each with the parts that are newer than what the browser has. Nothing is queued: a slow reader
-        gets the newest version when it has read the previous one."""
-        if self._streams >= STREAMS:
-            raise web.HTTPServiceUnavailable
+    def _stream(self, live: Live[Parts], since: str) -> Response:
+        request = asyncio.current_task()
+        assert request is not None
+        if len(self._streams) >= STREAMS:
+            raise HTTPException(503)
+        self._streams.add(request)
+        request.add_done_callback(self._streams.discard)
         made, _, number = since.partition("-")
         known = int(number) if made == self._made and number.isascii() and number.isdigit() and len(number) < 12 else 0
-        answer = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
-        self._streams += 1
-        try:
-            await answer.prepare(request)
-            while not self._closing.is_set():
-                shown = await self._newest(live)
-                message = b":\n\n"
-                if shown.version != known:
-                    message = f"id: {self._made}-{shown.version}\ndata: ".encode() + shown.news(known) + b"\n\n"
-                async with asyncio.timeout(SLOW_S):
-                    await answer.write(message)
-                known = shown.version
-                wait = BEAT_S if shown.ended else min(max(live.due_in, EVERY_S), BEAT_S)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(wait):
-                        await self._closing.wait()
-        except (ConnectionError, TimeoutError):  # it is gone, or does not read
-            if request.transport is not None:
-                request.transport.abort()
-        finally:
-            self._streams -= 1
-        return answer
+        kind = {"Content-Type": "text/event-stream"}
+        return StreamingResponse(self._messages(live, known), headers={**HEADERS, **kind})
 
-    async def _csv(self, request: web.Request, place: Place) -> web.StreamResponse:
-        """One row per step; a slow reader holds one piece in memory."""
+    async def _messages(self, live: Live[Parts], known: int) -> AsyncIterator[bytes]:
+        """Server-sent events, each with the parts that are newer than what the browser has. Nothing is queued: a slow reader
+        gets the newest version when it has read the previous one."""
+        while not self.closing.is_set():
+            shown = await self._newest(live)
+            if shown.version != known:
+                yield f"id: {self._made}-{shown.version}\ndata: ".encode() + shown.news(known) + b"\n\n"
+            else:
+                yield b":\n\n"
+            yield b""  # uvicorn waits before it sends, not after: here until the message has been taken
+            known = shown.version
+            wait = BEAT_S if shown.ended else min(max(live.due_in, EVERY_S), BEAT_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self.closing.wait()
+
+    async def _csv(self, place: Place) -> Response:
+        """One row per step; a slow reader holds two pieces in memory."""
         steps = (await self._thread(self._site.steps(place).get)).value
-        answer = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/csv; charset=utf-8"})
-        answer.headers["Content-Disposition"] = 'attachment; filename="steps.csv"'
-        await answer.prepare(request)
-        for start in range(0, max(steps.num_rows, 1), _CSV_ROWS):
-            await answer.write(await self._thread(_csv, steps.slice(start, _CSV_ROWS), start == 0))
-        await answer.write_eof()
-        return answer
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for start in range(0, max(steps.num_rows, 1), _CSV_ROWS):
+                yield await self._thread(_csv, steps.slice(start, _CSV_ROWS), start == 0)
+
+        kept = {"Content-Disposition": 'attachment; filename="steps.csv"', "Content-Type": "text/csv; charset=utf-8"}
+        return StreamingResponse(pieces(), headers={**HEADERS, **kept})
 
     async def _thread(self, call: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.pool, call, *arguments)
 
 
 _TOP = ("runs and sweeps", "/")
@@ -209,18 +194,25 @@ def _csv(rows: pa.Table, head: bool) -> bytes:
     return bytes(sink.getvalue())
 
 
-def _html(body: bytes, status: int = 200) -> web.Response:
-    return web.Response(body=body, status=status, content_type="text/html", charset="utf-8")
+async def _wrong(_: Request, error: Exception) -> Response:
+    match error:
+        case HTTPException():
+            return _plain("Not here", "There is no such page.", error.status_code)
+        case UsageError():
+            return _plain("Not understood", f"{error.message}: {error.hint}.", 400)
+        case RaydistError():
+            return _plain("Not here", error.message, 404)
+    traceback.print_exception(error)
+    return _plain("Failed", "The dashboard failed; its terminal has the error.", 500)
 
 
-def _file(kind: str, text: str, kept: bool = False) -> Handler:
-    async def answer(request: web.Request) -> web.StreamResponse:
-        found = web.Response(text=text, content_type=kind, charset="utf-8")
-        if kept:
-            found.headers["Cache-Control"] = "private, max-age=31536000, immutable"
-        return found
+def _plain(title: str, words: str, status: int = 200, refresh: str | None = None) -> Response:
+    return HTMLResponse(plain(title, words, refresh), status, HEADERS)
 
-    return answer
+
+def _file(path: str, text: str) -> Response:
+    kept = {"Cache-Control": "private, max-age=31536000, immutable"} if path == LIBRARY else {}
+    return Response(text, 200, {**HEADERS, **kept}, "text/css" if path.endswith(".css") else "text/javascript")
 
 
 def listener(host: str, port: int) -> socket.socket:
@@ -236,6 +228,33 @@ def listener(host: str, port: int) -> socket.socket:
         ) from None
 
 
+class _Connection(H11Protocol):
+    """A client's connection. It is aborted if for SLOW_S it was the client's turn: to send a whole request, or to take more."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        if len(self.connections) > CLIENTS:
+            transport.abort()
+        self._pauses = 0
+        self._look(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._pauses += 1
+
+    def _look(self, before: object) -> None:
+        answering = self.cycle is not None and not self.cycle.response_complete
+        now = self.cycle, answering, self._pauses, self.transport.get_write_buffer_size()
+        if now == before and (self.flow.write_paused or not answering):
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(SLOW_S, self._look, now)
+
+
 async def serve(
     homes: Sequence[Storage],
     listening: socket.socket,
@@ -244,18 +263,29 @@ async def serve(
     until: int | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM, or until the descriptor `until` is at its end. `ready` is called once it answers."""
-    stop, server = asyncio.Event(), Server(homes, door)
+    pages = Server(homes, door)
+    # uvicorn would log each bad request: clients could fill the terminal. Errors of pages are printed by _wrong.
+    quiet: dict[str, Any] = {"log_config": None, "log_level": "critical", "server_header": False}
+    only: dict[str, Any] = {"http": _Connection, "ws": "none", "lifespan": "off", "proxy_headers": False, "workers": 1}
+    times: dict[str, Any] = {"timeout_keep_alive": SLOW_S, "timeout_graceful_shutdown": 1}
+    server = uvicorn.Server(uvicorn.Config(pages, **quiet, **only, **times))
+
+    def stop() -> None:
+        server.should_exit = True
+        pages.closing.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     if until is not None:
-        asyncio.get_running_loop().add_reader(until, stop.set)
-    # A stream whose browser has gone ends at once.
-    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
-    await runner.setup()
+        asyncio.get_running_loop().add_reader(until, stop)
+    # Not server.serve(): it takes the signals, and ends the process by them.
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup([listening])
     try:
-        await web.SockSite(runner, listening).start()
         ready()
-        await stop.wait()
+        await server.main_loop()
     finally:
-        await runner.cleanup()
-        server.close()
+        pages.closing.set()
+        await server.shutdown([listening])
+        pages.pool.shutdown(wait=False, cancel_futures=True)

@@ -16,9 +16,9 @@ SIGMAS, RELATIVE, NORM = 10.0, 0.1, 3.0
 """A jump is SIGMAS times the run's own noise above the median of the BEFORE steps before it, by at least RELATIVE of that median,
 and in a step whose gradient is NORM times as large as theirs. LEAST of them must be known. Judged are the steps since the last
 look, however many they are, and NEWEST before, whose jumps could not be told from a rise yet."""
-OF_FIRST, TIMES = 0.02, 10.0
-"""And by at least OF_FIRST of the run's first loss, or TIMES that median: the loss of a model that knows its few data by heart
-jumps from 0.006 to 0.017 in a healthy run."""
+OF_FIRST = 0.02
+"""And by at least OF_FIRST of the run's first loss: that of a model that knows its few data by heart jumps in a healthy run, from
+0.006 to 0.017, or from 0.0004 to 0.014."""
 BACK = 0.3
 """It is back when no more than this share of it is left."""
 AGAIN = 3
@@ -93,8 +93,7 @@ def _jump(losses: Array, norms: Array, first_loss: float, newest: int) -> Jump |
 
 def least_rise(usual: Array, first_loss: float) -> Array:
     """By how much a loss must be above these, whatever the noise. `first_loss`: the run's, NaN if it is not known."""
-    usual = np.abs(usual)
-    return np.maximum(RELATIVE * usual, np.fmin(OF_FIRST * abs(first_loss), TIMES * usual))
+    return np.fmax(RELATIVE * np.abs(usual), OF_FIRST * abs(first_loss))
 
 
 def _medians_before(values: Array, start: int) -> Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from raydist.diagnosis._losses import AGAIN, BACK, BEFORE, NORM, OF_FIRST, RELATIVE, SIGMAS, TIMES, growth, jump
+from raydist.diagnosis._losses import AGAIN, BACK, BEFORE, NORM, OF_FIRST, RELATIVE, SIGMAS, growth, jump
 from raydist.diagnosis._symptoms import Candidate, figure
 from raydist.diagnosis._window import Window
 from raydist.records import Finding
@@ -19,7 +19,7 @@ CAUSE = "the data of one batch"
 LOOKS = "whether a jump of the loss is one step, and the loss goes back; whether the steps before were calm"
 THRESHOLDS = {
     "jump": (
-        f"{SIGMAS:g} times the run's own noise, {RELATIVE:.0%}, and {OF_FIRST:.0%} of the run's first loss or {TIMES:g} times",
+        f"{SIGMAS:g} times the run's own noise, {RELATIVE:.0%}, and {OF_FIRST:.0%} of the run's first loss",
         "robust z of the last 200 steps; benchmarks/doctor.py, benchmarks/doctor_ranks.py",
     ),
     "gradient": (f"{NORM:g} times the median norm of {BEFORE} steps", "a loss that is only noisy has a usual gradient"),

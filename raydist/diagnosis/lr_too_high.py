@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raydist.diagnosis._losses import AGAIN, BACK, BEFORE, OF_FIRST, RELATIVE, SIGMAS, TIMES, growth, jump, least_rise
+from raydist.diagnosis._losses import AGAIN, BACK, BEFORE, OF_FIRST, RELATIVE, SIGMAS, growth, jump, least_rise
 from raydist.diagnosis._symptoms import Candidate, figure
 from raydist.diagnosis._window import SMOOTH, Window
 from raydist.records import Finding
@@ -21,7 +21,7 @@ CAUSE = "the learning rate is too high"
 LOOKS = "whether the loss stays above its lowest median for 20 steps, or comes back slowly after a jump; whether the gradient grows"
 THRESHOLDS = {
     "rise": (
-        f"{SIGMAS:g} times the noise of a median of 20, {RELATIVE:.0%}, and {OF_FIRST:.0%} of the first loss or {TIMES:g} times",
+        f"{SIGMAS:g} times the noise of a median of 20, {RELATIVE:.0%}, and {OF_FIRST:.0%} of the first loss",
         "benchmarks/doctor.py: 0 of its healthy runs",
     ),
     "jump": (

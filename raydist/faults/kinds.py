@@ -127,11 +127,17 @@ class SuspendProcess(AtPhase):
 
 
 class KillProcess(AtPhase):
-    """SIGKILL to another process of the run on the rank's host."""
+    """SIGKILL to another process of the run on the rank's host, from the rank or from the kernel for lack of memory."""
 
     fault: Literal["kill_process"] = "kill_process"
-    process: Literal["coordinator", "raylet", "gcs"] = Field(
-        description="raylet: the rank's own; coordinator: only on the driver's node; gcs: only of a private Ray."
+    process: Literal["agent", "monitor", "coordinator", "raylet", "gcs"] = Field(
+        description="agent and raylet: the rank's own; coordinator and monitor: only on the driver's node; gcs: only of a private "
+        "Ray."
+    )
+    lack_of_memory: bool = Field(
+        False,
+        description="The kernel kills it, in a memory control group in which nothing is left. Needs root, and a writable "
+        "/sys/fs/cgroup.",
     )
 
 

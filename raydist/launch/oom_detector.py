@@ -33,17 +33,21 @@ class MemoryWatch:
     """
 
     def __init__(self, pid: int, root: Path = Path("/")) -> None:
-        self._statm, self._pid = Path(f"/proc/{pid}/statm"), pid
+        self._pid, self._root, self._bytes = pid, root, 0
+        self._groups = self._seen = self._read("cgroup")
         self._kills = _counter(pid, root)
         self._before = self._kills()
-        self._bytes = 0
 
     def look(self) -> None:
-        """Records its current memory, which cannot be read after it has exited."""
-        try:
-            self._bytes = int(self._statm.read_text().split()[1]) * _PAGE or self._bytes
-        except (OSError, IndexError):
+        """Records its current memory, which cannot be read after it has exited, and whether it was moved to another group."""
+        sizes = self._read("statm").split()
+        if not sizes or sizes[1] == "0":
             return
+        self._bytes = int(sizes[1]) * _PAGE
+        before, self._seen = self._seen, self._read("cgroup")
+        if self._seen == before != self._groups:  # twice: in version 1 a process that exits is shown in the root group
+            self._groups, self._kills = self._seen, _counter(self._pid, self._root)
+            self._before = self._kills()
 
     def why(self) -> str:
         """A text if the OOM killer has killed a process of this one's group since this object was created; else ""."""
@@ -54,6 +58,13 @@ class MemoryWatch:
             f"the kernel killed process {self._pid} for lack of memory; it used {_mib(self._bytes)} at the last check, the host "
             f"has {_mib(total)}, a container may have less"
         )
+
+    def _read(self, name: str) -> str:
+        """A file of the process; "" once it has been reaped."""
+        try:
+            return (self._root / f"proc/{self._pid}" / name).read_text()
+        except OSError:
+            return ""
 
 
 def _counter(pid: int, root: Path) -> Callable[[], int]:

@@ -77,6 +77,10 @@ class Alone:
     def loaded(self) -> None:
         """The newest checkpoint, if there is one, is loaded."""
 
+    def around_backward(self) -> contextlib.AbstractContextManager[None]:
+        """A context around each backward pass."""
+        return contextlib.nullcontext()
+
     def before_update(self) -> None:
         """The gradients of a step are summed."""
 
@@ -136,6 +140,10 @@ class Launched:
     def loaded(self) -> None:
         """From now on errors are those of the first step."""
         self._here.startup.done("load")
+
+    def around_backward(self) -> contextlib.AbstractContextManager[None]:
+        """Counts the waits for what a backward pass sends as exposed communication."""
+        return self._here.telemetry.around_backward(0)
 
     def before_update(self) -> None:
         """Measures the state once."""

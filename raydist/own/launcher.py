@@ -1,4 +1,4 @@
-"""The rank of this process from the variables of its launcher: torchrun's, Open MPI's or SLURM's."""
+"""The rank of this process from the variables of its launcher: torchrun's, or those of Open MPI, SLURM, MPICH or Intel MPI."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from raydist.worker.comm import rendezvous
 
 _LAUNCHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
-"""SLURM_STEP_NUM_TASKS, because a batch script outside any srun has SLURM_PROCID and SLURM_NTASKS, too."""
+"""Of Open MPI; of MPICH and Intel MPI, whose ranks in a SLURM job also have SLURM's, of the process that started them; of SLURM
+(srun sets no MPI_LOCALRANKID). SLURM_STEP_NUM_TASKS, because a batch script outside any srun has SLURM_PROCID and SLURM_NTASKS,
+too."""
 
 _met: list[tuple[Store, bytes]] = []
 """The store of this process's sessions, and the secret of its ranks: the port is in use as long as the process runs, and the
@@ -44,9 +47,9 @@ def translate(environment: MutableMapping[str, str]) -> None:
     """
     if "RANK" not in environment:
         for name, rank, world, local in _LAUNCHERS:
-            if rank in environment and world in environment:
+            if all(variable in environment for variable in (rank, world, local)):
                 environment["RANK"], environment["WORLD_SIZE"] = environment[rank], environment[world]
-                environment["LOCAL_RANK"] = environment.get(local, "0")
+                environment["LOCAL_RANK"] = environment[local]
                 if name == "srun" and "SLURM_LAUNCH_NODE_IPADDR" in environment and environment["WORLD_SIZE"] != "1":
                     environment.setdefault("MASTER_ADDR", environment["SLURM_LAUNCH_NODE_IPADDR"])
                 break

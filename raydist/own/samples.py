@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
-from torch.utils.data import DataLoader
 
 from raydist.data.batches import Batches, Cursor
 from raydist.data.order import IntArray
@@ -25,6 +24,11 @@ STREAM = "dataset"
 class Samples(Protocol):
     """`fingerprint`: of the dataset; `steps_per_epoch`: 0 if it is not known."""
 
+    @property
+    def source(self) -> Any:
+        """`source[number]`: a sample; of a stream one of the newest global batch."""
+        ...
+
     fingerprint: str
     steps_per_epoch: int
 
@@ -37,18 +41,9 @@ class Samples(Protocol):
         """The numbers of the samples of the global batch at `at`, and the cursor after it."""
         ...
 
-    def sample(self, number: int) -> Any:
-        """One of the newest global batch."""
-        ...
-
 
 def samples_of(dataset: Any, batch: int, seed: int) -> Samples:
-    """Raises UserError for a dataset that could not be continued where a killed run ended, and for one that gives batches."""
-    if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
-        raise UserError(
-            f"dataset: a {type(dataset).__name__} gives batches, and the session makes them itself, for all ranks",
-            "give it the loader's dataset; or a loader with a state that gives samples: batch_size=None",
-        )
+    """Raises UserError for a dataset that could not be continued where a killed run ended."""
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return _Indexed(dataset, batch, seed)
     if all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict")):
@@ -64,16 +59,13 @@ class _Indexed:
     state = None
 
     def __init__(self, dataset: Any, batch: int, seed: int) -> None:
-        self._dataset = dataset
+        self.source = dataset
         self.fingerprint = f"own/{len(dataset)}"
         self._batches = Batches(len(dataset), batch, seed, self.fingerprint)
         self.steps_per_epoch = self._batches.steps_per_epoch
 
     def next(self, at: Cursor) -> tuple[IntArray, Cursor]:
         return self._batches.ids(at), self._batches.after(at)
-
-    def sample(self, number: int) -> Any:
-        return self._dataset[number]
 
 
 class _Stream:
@@ -107,7 +99,11 @@ class _Stream:
             self._iterator, after = None, Cursor(at.epoch + 1)
         return np.arange(at.offset, at.offset + len(items), dtype=np.int64), after
 
-    def sample(self, number: int) -> Any:
+    @property
+    def source(self) -> Any:
+        return self
+
+    def __getitem__(self, number: int) -> Any:
         return self._items[number - self._first]
 
     def _read(self, at: Cursor) -> list[Any]:

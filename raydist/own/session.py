@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from raydist.data.batches import Cursor, samples_hash, share
 from raydist.data.order import IntArray
 from raydist.errors import SpecChanged, UsageError, UserError
 from raydist.own.arguments import check_splits, job_of, plain_module, trained_by
 from raydist.own.host import host
+from raydist.own.loader import Part, Reader, check, read_ahead
 from raydist.own.samples import STREAM, samples_of
 from raydist.own.state import ValueState
 from raydist.own.training import Training
@@ -51,7 +52,7 @@ def session(
     dataset: Any,
     *,
     steps: int,
-    batch: int,
+    batch: int | None = None,
     micro_batch: int | None = None,
     name: str = "own",
     storage: str | None = None,
@@ -60,13 +61,14 @@ def session(
     seed: int = 0,
     strategy: str = "ddp",
     scheduler: LRScheduler | None = None,
-    collate: Callable[[list[Any]], Any] = default_collate,
+    collate: Callable[[list[Any]], Any] | None = None,
     timeout_s: float = 600.0,
 ) -> Session:
     """A run of `steps` updates, which goes on from its newest checkpoint if it has one. Use it in a `with` statement.
 
-    `dataset`: with `__len__` and `__getitem__`, or with `__iter__`, `state_dict` and `load_state_dict`, the same on every rank;
-    each sample is in one batch of an epoch, whatever the number of ranks. `batch`: samples of an update over all ranks;
+    `dataset`: with `__len__` and `__getitem__`, or a DataLoader of such a one, whose batch size, collate_fn and processes are used;
+    or with `__iter__`, `state_dict` and `load_state_dict`. It is the same on every rank; each sample is in one batch of an epoch,
+    whatever the number of ranks. `batch`: samples of an update over all ranks (default: the loader's batch size);
     `micro_batch`: at most so many at once on a rank (default: all of its part). `name`, `storage`: of the run's folder; `every`:
     steps between checkpoints; `clip`: largest norm of the gradient (0: no limit). `strategy`: ddp, zero1, zero2 or zero3.
     `scheduler`: of `optimizer`; the session calls its `step` after each update. `timeout_s`: limit of each collective. Raises
@@ -76,10 +78,20 @@ def session(
         raise UserError(
             f"micro_batch: {micro_batch} is less than 1", "give the most samples that a rank computes at once"
         )
+    loader = dataset if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None else None
+    if loader is not None:
+        check(loader)
+        dataset, batch, collate = loader.dataset, batch or loader.batch_size, collate or loader.collate_fn
+    if batch is None:
+        raise UserError(
+            "batch: is not given",
+            "give the samples of an update, over all ranks; or a DataLoader as dataset, which has a batch size",
+        )
     spec = job_of(name, steps, batch, every, clip, seed, timeout_s, strategy)
     return Session(
-        model, optimizer, dataset, scheduler, spec, micro_batch or batch, storage or default_storage(), collate
-    )
+        model, optimizer, dataset, scheduler, spec, micro_batch or batch, storage or default_storage(),
+        collate or default_collate, loader,
+    )  # fmt: skip
 
 
 class Session:
@@ -100,13 +112,15 @@ class Session:
         micro_batch: int,
         storage: str,
         collate: Callable[[list[Any]], Any],
+        loader: DataLoader[Any] | None,
     ) -> None:
-        self.model, self._optimizer, self._collate = model, optimizer, collate
+        self.model, self._optimizer, self._loader = model, optimizer, loader
         self._module = plain_module(model)
         self._spec, self._micro_batch, self._storage = spec, micro_batch, storage
         self._trained = trained_by(self._module, optimizer)
         check_splits(spec.parallel.strategy, model, self._trained, optimizer)
         self._samples = samples_of(dataset, spec.train.global_batch, spec.train.seed)
+        self._reader = Reader(self._samples.source, collate, spec.train.seed)
         self._fingerprint = self._samples.fingerprint
         self._scheduler = scheduler
         if scheduler is not None:
@@ -146,7 +160,8 @@ class Session:
     def _build(self, job: Job) -> None:
         spec, rank = self._spec, self.rank
         check_same(self._module, rank)
-        training = self._training = Training(self._module, self._optimizer, self._trained, spec, rank)
+        around = self._host.around_backward
+        training = self._training = Training(self._module, self._optimizer, self._trained, spec, rank, around)
         self._host.built(self._module, training.shards, self._optimizer)
 
         def divide(ids: Any, of_rank: int, world: int) -> Any:
@@ -185,6 +200,9 @@ class Session:
         """This rank's micro-batches of the steps that are left."""
         training = self._distributed()
         spec, rank, first, heartbeat = self._spec, self.rank, self._at.step, self._host.heartbeat
+        ahead = None
+        if self._loader is not None and self._loader.num_workers:
+            ahead = read_ahead(self._reader, self._parts(), self._loader)
         while self._at.step < self._total and not self._stops:
             self.number = self._at.step + 1
             heartbeat.step(self.number)
@@ -193,15 +211,14 @@ class Session:
             if self._at.step == first and self._samples.state is not None:
                 self._samples.state.check_same(rank)
             self._step = _Step(ids, after, begun, time.perf_counter() - begun)
-            mine = share(ids, rank.rank, rank.world_size, self._micro_batch)
-            for index, part in enumerate(mine):
+            mine = self._divide(ids)
+            for index, (part, self.counts) in enumerate(mine):
                 if index:
                     heartbeat.enter("data")
                 began = time.perf_counter()
-                self.counts = len(part) > 0
-                part = part if self.counts else ids[: self._micro_batch]
+                batch = self._reader[self.number, part] if ahead is None else next(ahead)
+                made = tree_map(self._to_device, batch)
                 distributed.seed_all(spec.train.seed, "own", self.number, int(part[0]))
-                made = tree_map(self._to_device, self._collate([self._samples.sample(int(i)) for i in part]))
                 self._last, self._backward, self._stepped = index == len(mine) - 1, False, False
                 training.begin(self.number)
                 self._step.read += time.perf_counter() - began
@@ -245,6 +262,20 @@ class Session:
         return self._last
 
     # --- inside
+
+    def _divide(self, ids: IntArray) -> list[tuple[IntArray, bool]]:
+        """This rank's micro-batches of a global batch, and whether they are its own: a rank that has no sample left computes some
+        of another one."""
+        mine = share(ids, self.rank.rank, self.rank.world_size, self._micro_batch)
+        return [(part, True) if len(part) else (ids[: self._micro_batch], False) for part in mine]
+
+    def _parts(self) -> Iterator[Part]:
+        """The micro-batches of the steps that are left, of a dataset with a length."""
+        at = self._at.cursor
+        for step in range(self._at.step + 1, self._total + 1):
+            ids, at = self._samples.next(at)
+            for part, _ in self._divide(ids):
+                yield step, part
 
     def _to_device(self, value: Any) -> Any:
         return sent(value, self.rank.device) if isinstance(value, Tensor) else value

@@ -9,8 +9,8 @@ Before anything that waits for other ranks within a pass, all ranks meet: a rank
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import cast
 
@@ -42,7 +42,8 @@ class Sums:
 
 
 class Training:
-    """Distributes the model. A collective. `trained`: its parameters, which the optimizer has."""
+    """Distributes the model. A collective. `trained`: its parameters, which the optimizer has; `around`: gives a context for each
+    backward pass."""
 
     def __init__(
         self,
@@ -51,7 +52,9 @@ class Training:
         trained: Mapping[str, nn.Parameter],
         spec: JobSpec,
         rank: Rank,
+        around: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        self._around = around
         strategy = spec.parallel.strategy
         self._model, self._optimizer, self._rank, self._clip = model, optimizer, rank, spec.optim.clip
         self.mesh = Mesh(rank)
@@ -103,7 +106,7 @@ class Training:
                 "leave it out: the session does it after each update",
             )
         self._losses.append((loss.detach(), weight))  # not read here: the host would wait for the device
-        with self._strategy.accumulate(last):
+        with self._strategy.accumulate(last), self._around():
             (loss * (weight * self._strategy.loss_factor)).backward()  # type: ignore[no-untyped-call]
 
     def reduce(self) -> Sums:

@@ -6,6 +6,7 @@ Runs anywhere. Must not import torch or ray. docs/reference/thresholds.md says w
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,9 @@ from typing import Any, Literal
 from raydist.errors import UsageError
 from raydist.registry import did_you_mean
 from raydist.report import time_breakdown
+from raydist.run.directory import RunDir
+from raydist.run.status import read_state
+from raydist.run.telemetry_log import read_samples
 from raydist.run.telemetry_schema import OPS
 
 Row = Mapping[str, Any]
@@ -181,6 +185,36 @@ def chosen(names: Iterable[str] | None) -> list[str]:
         if name not in METRICS:
             raise UsageError(f"unknown metric {name!r}", did_you_mean(name, list(METRICS)))
     return selected
+
+
+def profile(
+    run: RunDir, names: Sequence[str], duration: float, interval_s: float, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """The figures of the next `duration` seconds of a run that trains; see `measured`. `say` gets lines of progress.
+
+    Raises UsageError if it does not train, or nothing was measured.
+    """
+    begun = time.time()
+    end = time.monotonic() + duration
+    while True:
+        status = read_state(run)["status"]
+        if status != "running":
+            raise UsageError(
+                f"{run.uri}: this run is {status}; only a run that is training can be profiled",
+                f"`raydist show {run.uri}` shows its results",
+            )
+        left = end - time.monotonic()
+        if left <= 0:
+            break
+        say(f"profiling {run.name} for {left:.0f} s more")
+        time.sleep(min(left, interval_s))
+    rows = read_samples(run, since=begun).to_pylist()
+    if not rows:
+        raise UsageError(
+            f"{run.uri}: nothing was measured in {duration:g} s",
+            "set observe.interval_s if it is null; otherwise use a longer --duration",
+        )
+    return measured(rows, names, begun, interval_s)
 
 
 def measured(rows: Sequence[Row], names: Sequence[str], begun: float, interval_s: float) -> list[dict[str, Any]]:

@@ -32,12 +32,14 @@ from raydist.run.telemetry_schema import OPS
 
 @dataclass(frozen=True)
 class Report:
-    """`facts`: plain data for strict JSON. The rest is data for charts: one row per step, evaluations by step, and grids."""
+    """`facts`: plain data for strict JSON. The rest is data for charts: one row per step, evaluations by step, (step, kind, whether
+    critical) of the incidents, and grids."""
 
     facts: dict[str, Any]
     spec: str
     steps: pa.Table
     evals: Mapping[int, float]
+    moments: Sequence[tuple[float, str, bool]]
     spans: Sequence[Span]
     memory: tuple[str, Grid] | None
     slowness: Grid | None
@@ -60,6 +62,7 @@ def report(run: RunDir) -> Report:
     divided = goodput.divided(spans, events, segments, readings)
     pace, capacity = about["tokens_per_second"], next((e.data for e in reversed(events) if e.kind == "capacity"), None)
     memory = heatmap_data.memory(readings, start, end)
+    happened = incidents.found(events, _trained(segments))
     facts = {
         "run": about["run"],
         "path": about["path"],
@@ -86,7 +89,7 @@ def report(run: RunDir) -> Report:
         "communication": _communication(readings),
         "gradients": sent(steps, events),
         "slow": doctor.slow_ranks(events),
-        "incidents": incidents.found(events, _trained(segments)),
+        "incidents": happened,
         "not_read": None if readings.tracks else _why(spec, about["status"]),
     }
     return Report(
@@ -94,6 +97,7 @@ def report(run: RunDir) -> Report:
         text,
         steps,
         _evals(events, about["steps"]),
+        _moments(happened, readings),
         spans,
         memory,
         slowness,
@@ -149,6 +153,18 @@ def _versions(run: RunDir, events: Sequence[Event]) -> dict[str, str]:
 
 def _evals(events: Sequence[Event], last: int) -> dict[int, float]:
     return {step: loss for step, loss in summary.evals(events).items() if step <= last}
+
+
+def _moments(happened: Sequence[Mapping[str, Any]], readings: Readings) -> list[tuple[float, str, bool]]:
+    """Of incidents with a step, or at a time when their attempt's ranks had readings; a failure is after its step."""
+    found = []
+    for one in happened:
+        step, critical = one["step"], one["severity"] == "critical"
+        if step is None and (tracks := readings.of(one["attempt"])):
+            step = float(np.interp(one["at"], tracks[0].at, tracks[0].step))
+        if step:
+            found.append((step + 0.5 * critical, one["kind"], critical))
+    return found
 
 
 def _trained(segments: Sequence[Segment]) -> dict[int, int]:

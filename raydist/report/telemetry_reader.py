@@ -67,7 +67,7 @@ class Readings:
     def __init__(self, tracks: Iterable[Track]) -> None:
         self.tracks = list(tracks)
 
-    def of(self, attempt: int) -> list[Track]:
+    def of(self, attempt: int | None) -> list[Track]:
         """The tracks of an attempt, by rank."""
         return sorted((t for t in self.tracks if t.attempt == attempt), key=lambda track: track.rank)
 

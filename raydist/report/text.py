@@ -122,7 +122,7 @@ def _line(what: Event) -> str:
         case "weights_loaded":
             return f"started from the weights of run {data['run']} at step {data['step']} ({data['source']})"
         case "first_step":
-            seconds, stages = _added_up({**data.get("before", {}), **data["stages"]})
+            seconds, stages = added_up({**data.get("before", {}), **data["stages"]})
             again = f"; {data['repeated_steps']} steps trained once more" if data["repeated_steps"] else ""
             return f"step {data['step']}, the first of attempt {data['attempt']}, after {seconds}: {stages}{again}"
         case "checkpoint_saved":
@@ -204,7 +204,7 @@ def _line(what: Event) -> str:
     raise KeyError(what.kind)
 
 
-def _added_up(stages: Mapping[str, float]) -> tuple[str, str]:
+def added_up(stages: Mapping[str, float]) -> tuple[str, str]:
     """The sum of some times, and each that is not zero, by name. The rounded times add up to the rounded sum."""
     total = sum(stages.values())
     digits = 2 if total < 1 else 1 if total < 60 else 0

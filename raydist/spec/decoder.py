@@ -17,8 +17,8 @@ from raydist.spec.parts import Part, near_divisors, problem
 if TYPE_CHECKING:
     from raydist.spec.training import ModelSpec
 
-_NEEDS = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-          "yarn": ("original_max_position_embeddings",)}  # fmt: skip
+_NEEDS = {"linear": (), "dynamic": ("original_max_position_embeddings",), "yarn": ("original_max_position_embeddings",),
+          "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}  # fmt: skip
 _TAKES = {
     **_NEEDS,
     "yarn": ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
@@ -29,10 +29,12 @@ _TAKES = {
 class RopeScaling(Part):
     """How rotary frequencies are changed for contexts longer than the first one: `rope_scaling` of a Hugging Face config.json."""
 
-    rope_type: Literal["linear", "llama3", "yarn"] = Field(description="Which formula; each takes fields of its own.")
+    rope_type: Literal["linear", "dynamic", "llama3", "yarn"] = Field(
+        description="Which formula; each takes fields of its own."
+    )
     factor: float = Field(ge=1, description="How many times longer the context becomes.")
     original_max_position_embeddings: int | None = Field(
-        None, ge=1, description="llama3, yarn: the context before scaling."
+        None, ge=1, description="dynamic, llama3, yarn: the context before scaling."
     )
     low_freq_factor: float | None = Field(
         None, gt=0, description="llama3: wavelengths over original / this are scaled by the whole factor."

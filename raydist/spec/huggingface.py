@@ -218,9 +218,12 @@ def decoder_fields(config: Config, options: DecoderOptions) -> dict[str, Any]:
 
 def decoder_config(spec: ModelSpec, options: DecoderOptions) -> dict[str, Any]:
     """The keys of config.json that all decoders have."""
-    scaling = {"rope_type": "default"}
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    longest = spec.context
     if options.rope_scaling is not None:
         scaling = options.rope_scaling.model_dump(exclude_unset=True)
+        if options.rope_scaling.rope_type == "dynamic":  # there max_position_embeddings is the context before scaling
+            longest = scaling.pop("original_max_position_embeddings")
     return {
         "hidden_size": spec.width,
         "intermediate_size": spec.hidden or default_hidden(spec.width),
@@ -229,7 +232,7 @@ def decoder_config(spec: ModelSpec, options: DecoderOptions) -> dict[str, Any]:
         "num_key_value_heads": spec.kv_heads or spec.heads,
         "head_dim": options.head_dim or spec.width // spec.heads,
         "hidden_act": "silu",
-        "max_position_embeddings": spec.context,
+        "max_position_embeddings": longest,
         "rms_norm_eps": options.rms_norm_eps,
         # transformers 5 reads rope_parameters, 4 reads rope_theta and rope_scaling.
         "rope_theta": spec.rope_base,
@@ -268,6 +271,6 @@ def _rotary(config: Config) -> tuple[float, dict[str, Any] | None]:
         raise UserError("partial_rotary_factor: is not computed here", "only 1.0 is")
     if kind == "default":
         return float(base), None
-    if kind in ("llama3", "yarn") and "original_max_position_embeddings" not in rope:
+    if kind == "dynamic" or (kind in ("llama3", "yarn") and "original_max_position_embeddings" not in rope):
         rope["original_max_position_embeddings"] = need(config, "max_position_embeddings")
     return float(base), {"rope_type": kind, **{key: value for key, value in rope.items() if value is not None}}

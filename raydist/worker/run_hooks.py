@@ -45,6 +45,8 @@ class RunHooks:
         self._tell = tell
         self._model: nn.Module | None = None
         self._changed = False
+        self._known: dict[str, int] | None = None
+        """The state after the last hook, while no other code changes it."""
         self._spent, self._since = 0.0, 0.0
         self._made: list[_Made] = []
         for spec in specs:
@@ -66,7 +68,7 @@ class RunHooks:
         """Calls that method of each hook that has it. Raises HookFailed if one changes weights, or raises and is to end the run."""
         if not self._made:
             return
-        self._since = time.perf_counter()
+        self._since, self._known = time.perf_counter(), None
         try:
             self._call(method, *arguments)
         finally:
@@ -87,30 +89,42 @@ class RunHooks:
                     self._tell(Event("note", time.time(), {"text": text}))
 
     def _run(self, spec: HookSpec, where: str, function: Callable[[], Any]) -> Any:
-        """The result of the function. Raises HookFailed for its error, and if it has changed weights."""
-        before = self._checksums()
+        """The result of the function. Raises HookFailed for its error, and if it has changed weights, whether it raises or not."""
+        before = self._state() if self._known is None else self._known
+        self._known, result, failed = None, None, None
         try:
             result = function()
         except Exception as error:
+            failed = error
+        after = self._state()
+        changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        if changed:
+            self._changed = True  # training on would be silently wrong
             raise HookFailed(
-                f"hook {spec.name}{where}: {type(error).__name__}: {error}",
+                f"hook {spec.name}{where} has changed {changed[0]}",
+                "a hook may only read the model; what changes weights belongs in the model, the optimizer or the loss",
+            ) from failed
+        if failed is not None:
+            raise HookFailed(
+                f"hook {spec.name}{where}: {type(failed).__name__}: {failed}",
                 "mend it, or set on_error: report in hooks, with which the run goes on without it",
-            ) from error
-        for (name, old), new in zip(before.items(), self._checksums().values(), strict=True):
-            if old != new:
-                self._changed = True  # training on would be silently wrong
-                raise HookFailed(
-                    f"hook {spec.name}{where} has changed {name}",
-                    "a hook may only read the model; what changes weights belongs in the model, the optimizer or the loss",
-                )
+            ) from failed
+        self._known = after
         return result
 
-    def _checksums(self) -> dict[str, int]:
-        """Of this rank's part of each parameter and buffer, exact: it changes if a bit does, but for rare coincidences."""
-        found = dict(_tensors(self._model)) if self._model is not None else {}
+    def _state(self) -> dict[str, int]:
+        """What a hook could change: each module's mode, and a checksum of this rank's part of each parameter and buffer, exact: it
+        changes if a bit does, but for rare coincidences."""
+        if self._model is None:
+            return {}
+        found = dict(_tensors(self._model))
         with torch.no_grad():
             sums = [_checksum(tensor) for tensor in found.values()]
-            return dict(zip(found, torch.stack(sums).tolist() if sums else [], strict=True))
+            bits = torch.stack(sums).tolist() if sums else []
+        modes = {
+            f"{name or 'the model'}'s mode (train or eval)": int(m.training) for name, m in self._model.named_modules()
+        }
+        return dict(zip(found, bits, strict=True)) | modes
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -55,11 +55,31 @@ def test_a_finished_run(folder: RunDir) -> None:
         run.report(str(Path(folder.uri).parent))
     assert run.wait() is run
     assert run.stop() is run
+    assert set(run.doctor()) == {"findings", "looked", "blind"}
+    assert run.verify() == []
+    for only_training in (run.save, run.trace):
+        with pytest.raises(UsageError, match="a-run is finished"):
+            only_training()
     assert repr(run).startswith("<raydist run a-run: finished at step 3, ")
     shown = run._repr_html_()
     assert shown.startswith("<iframe srcdoc=")
     assert "Loss" in shown
     assert "<script" not in shown, "the page is quoted as an attribute"
+
+
+def test_listed_and_deleted(folder: RunDir) -> None:
+    """As `raydist runs --json` and `raydist rm` do it; a run that trains stays."""
+    storage = str(Path(folder.uri).parent)
+    assert [(row["run"], row["status"], row["path"]) for row in raydist.list_runs(storage)] == [
+        ("a-run", "finished", folder.uri)
+    ]
+    run = raydist.open("a-run", storage)
+    lease = DriverLease(folder)
+    with pytest.raises(UsageError, match="run a-run is running"):
+        run.delete()
+    lease.release()
+    run.delete()
+    assert raydist.list_runs(storage) == []
 
 
 def test_no_run(tmp_path: Path) -> None:

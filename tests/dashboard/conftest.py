@@ -65,7 +65,7 @@ class Dashboard:
         sent = {"Cookie": self.cookie, **{name.replace("_", "-"): value for name, value in headers.items()}}
         connection.request(method, path, headers=sent)
         answer = connection.getresponse()
-        found = answer.status, dict(answer.getheaders()), answer.read().decode()
+        found = answer.status, {name.title(): value for name, value in answer.getheaders()}, answer.read().decode()
         connection.close()
         return found
 

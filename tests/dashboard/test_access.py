@@ -58,6 +58,27 @@ def test_a_request_of_another_site_is_refused(method: str, headers: dict[str, st
     assert DOOR.refused(method, headers)
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "me@127.0.0.1:8275", "evil.example@localhost", "127.0.0.1.", "localhost.", "127.0.0.1/x", "127.0.0.1?x", "127.0.0.1#x",
+        "127.0.0.1\\x", "127.0.0.1,evil.example", "127.0.0.1:8275:1", "127.0.0.1:x", "localhost\n", "", ":8275", "[]",
+        "[localhost]", "[127.0.0.1%eth0]", "0x7f000001", "2130706433", "127.1", "١٢٧.0.0.1",
+    ],
+)  # fmt: skip
+def test_a_host_is_a_name_or_number_and_a_port(host: str) -> None:
+    """Nothing else, although a parser of addresses would find this host's name in it."""
+    assert DOOR.refused("GET", {"Host": host}) == "the name in the address is not one of this host"
+
+
+@pytest.mark.parametrize("body", [{"Content-Length": "1"}, {"Transfer-Encoding": "chunked", "Content-Length": "0"}])
+def test_a_request_with_a_body_is_refused(body: dict[str, str]) -> None:
+    """Another request could hide in it; also where actions are allowed, which need none."""
+    for method in ("GET", "POST"):
+        refused = Door("127.0.0.1", 8275, acts=True).refused(method, {**OWN, "Origin": "http://127.0.0.1:8275", **body})
+        assert refused == "requests to this server have no body"
+
+
 def test_the_token_is_random_and_not_shown() -> None:
     """256 bits, another one for each server; it stands in the address and the cookie only."""
     other = Door("127.0.0.1", 8275)

@@ -151,7 +151,10 @@ def test_a_running_run_is_followed(dashboard: Dashboard, browser: Chromium) -> N
     assert texts(browser, "#live") == ["live"]
     assert browser.complaints == []
     assert zooms(browser)["Loss"] == shown, "newer data does not move the view"
-    assert browser.value(f"{LOSS}.chart.x.ends") == [1, 120]
+    steps = "[...raydist.charts.values()].filter((one) => one.chart.x.name === 'step')"
+    assert browser.value(f"{steps}.map((one) => one.chart.x.ends[1])") == [120] * 6, (
+        "also of charts that are not drawn yet"
+    )
     assert texts(browser, ".tip div")[0] == "step 30"
     assert browser.value("[...raydist.charts.keys()].every((one) => one.isConnected)")
 
@@ -224,9 +227,18 @@ def test_dragging_over_a_chart_chooses_the_steps_of_the_form(dashboard: Dashboar
     assert browser.value("document.getElementById('view').elements.first.value") == ""
 
 
-def test_a_chart_is_saved_as_a_picture(dashboard: Dashboard, browser: Chromium, tmp_path: Path) -> None:
+def downloaded(path: Path) -> Path:
+    """The file, once Chromium has saved it."""
+    until = time.monotonic() + 240
+    while not path.exists():
+        assert time.monotonic() < until, f"{path.name} was not saved"
+        time.sleep(0.05)
+    return path
+
+
+def test_a_chart_is_saved_as_a_picture_and_as_values(dashboard: Dashboard, browser: Chromium, tmp_path: Path) -> None:
     """A line chart with another run's curve, and a heat map: the downloaded PNG is twice the chart's size, with its title above,
-    and has the colours of the page. Only the page and its files are requested."""
+    and has the colours of the page; the CSV has its values. Only the page and its files are requested."""
     browser.open(f"{dashboard.address}/run/0/base?with={quote(EVIL)}")
     browser.until(looks.DRAWN)
     browser.ask("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path), eventsEnabled=False)
@@ -240,16 +252,21 @@ def test_a_chart_is_saved_as_a_picture(dashboard: Dashboard, browser: Chromium, 
             f"(({{plot}}) => [plot.clientWidth, plot.clientHeight])(raydist.charts.get({button}.closest('figure')))"
         )
         browser.value(f"{button}.click()")
-        until = time.monotonic() + 240
-        while not (tmp_path / file).exists():
-            assert time.monotonic() < until, "no picture was saved"
-            time.sleep(0.05)
-        with Image.open(tmp_path / file) as picture:
+        with Image.open(downloaded(tmp_path / file)) as picture:
             shown = picture.convert("RGB")
         assert shown.size == (wide * 2, high * 2 + 64)
         assert shown.getpixel((2, 2)) == (255, 255, 255)
         assert len(colours(shown.crop((0, 0, shown.width, 64)))) > 3, "title"
         assert {tuple(bytes.fromhex(one)) for one in wanted} <= colours(shown.crop((0, 64, *shown.size)))
+    for name in ("Loss", "Memory"):
+        browser.value(f"document.querySelector('button[aria-label=\"save {name} as CSV\"]').click()")
+    losses = downloaded(tmp_path / "base-Loss.csv").read_text().splitlines()
+    assert (losses[0], losses[1]) == ('"series","step","value"', '"base",1,2')
+    assert f'"{EVIL}",150,90' in losses
+    memory = downloaded(tmp_path / "base-Memory.csv").read_text().splitlines()
+    assert memory[0] == '"rank","since the first attempt\'s start","MiB"'
+    (value,) = [float(row.rpartition(",")[2]) for row in memory if row.startswith('"1","3:40 to 3:41",')]
+    assert value == pytest.approx(1024 + 169, abs=2)
     assert {one.partition("?")[0] for one in browser.asked if one[:5] not in ("data:", "blob:")} == {
         *(f"{dashboard.address}{path}" for path in ("/run/0/base", "/look.css", "/chart.js", LIBRARY, "/live.js"))
     }
@@ -262,7 +279,14 @@ def colours(picture: Image.Image) -> set[tuple[int, ...]]:
 
 
 def test_the_list_is_searched_and_links_to_its_pages(dashboard: Dashboard, browser: Chromium) -> None:
-    """Rows that contain every word stay; the words stand in the address. Names lead to pages, also strange ones."""
+    """Rows that contain every word stay; the words stand in the address. Each status is a link that keeps its rows. Names lead to
+    pages, also strange ones."""
+    browser.open(dashboard.address)
+    browser.value(
+        "[...document.querySelectorAll('#head a')].find((one) => one.innerText.startsWith('sweep (1)')).click()"
+    )
+    browser.until("location.search === '?q=sweep' && document.readyState === 'complete'")
+    assert browser.value("[...document.querySelectorAll('tbody tr')].filter((one) => !one.hidden).length") == 1
     browser.open(f"{dashboard.address}/?q=tuned")
     seen = "[...document.querySelectorAll('tbody tr')].filter((one) => !one.hidden).map((one) => one.querySelector('a').innerText)"
     assert browser.value(seen) == ["tuned"]

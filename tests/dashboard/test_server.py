@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import http.client
 import io
 import json
+import os
 import re
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from queue import Queue
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
 
 from raydist.cli import main as cli
+from raydist.dashboard import server
+from raydist.dashboard.access import Door
 from raydist.dashboard.announced import link
 from raydist.dashboard.document import LIBRARY
 from raydist.dashboard.server import STREAMS
+from raydist.report.html.page import library
 from raydist.run import requests
 from raydist.run.directory import RunDir
+from raydist.storage import Storage
 from tests.dashboard.conftest import EVIL, Dashboard, acting
 
 PAGES = ("/", "/run/0/base", "/sweep/0/tuned", "/look.css", LIBRARY, "/chart.js", "/live.js")
@@ -109,7 +117,10 @@ def test_every_answer_forbids_scripts_frames_and_caches(dashboard: Dashboard) ->
         "/run/0/linked", "/run/0/..", "/run/0/.", "/run/0/%2e%2e%2foutside%2fprivate", "/run/0/..%2foutside%2fprivate",
         "/run/0/base%2f..%2fbase", "/run/0/base%00", "/run/0/%2fetc", "/run/0/.data", "/cell/0/tuned/..%2f..%2fbase",
         "/cell/0/tuned/%2e%2e", "/cell/0/base/x", "/cell/0/..%2fruns/base", "/run/0/" + "a" * 3000, "/run/0/base/spec.yaml",
-        "/live.js/../../server.py", "/run/0/base?with=..%2foutside%2fprivate",
+        "/live.js/../../server.py", "/run/0/base?with=..%2foutside%2fprivate", "/%2e%2e/%2e%2e/etc/passwd",
+        "/run/0/%252e%252e%252fetc", "/run/0/base%0a", "/run/0/..%5coutside%5cprivate", "/run/0%00/base", "/live.js%00",
+        "//run/0/base", "/run/0/%ff%c0%ae%c0%ae",
+        "/run/%D9%A0/base", "/run/-0/base", "/sweep/0/tuned%2fruns", "/run/0/base;x",
     ],
 )  # fmt: skip
 def test_addresses_lead_only_to_runs_and_sweeps_of_the_storage(dashboard: Dashboard, path: str) -> None:
@@ -204,6 +215,110 @@ def test_silent_and_slow_clients_do_not_keep_others_waiting(dashboard: Dashboard
         assert dashboard.ask("/run/0/base")[0] == 200
         while connected(stream).recv(12) != b"HTTP/1.1 503":
             pass  # the server has not begun all of them yet
+
+
+def test_requests_that_are_malformed_or_hide_another_are_answered_once(dashboard: Dashboard) -> None:
+    """Then the connection is closed: nothing after them is taken for a request. The server prints nothing of them."""
+    place = urlsplit(dashboard.url)
+    address = str(place.hostname), int(place.port or 0)
+    own = f"Host: {place.netloc}\r\nCookie: {dashboard.cookie}\r\n"
+    hidden = f"GET /live.js HTTP/1.1\r\n{own}\r\n"
+    length, chunked = f"Content-Length: {len(hidden)}\r\n", "Transfer-Encoding: chunked\r\n"
+    for sent, status in [
+        (f"GET / HTTP/1.1\r\n{own}{length}\r\n{hidden}", 403),
+        (f"GET / HTTP/1.1\r\n{own}{length}{chunked}\r\n0\r\n\r\n{hidden}", 403),
+        (f"GET / HTTP/1.1\r\n{own}{chunked}\r\nx\r\n{hidden}", 400),
+        (f"GET / HTTP/1.1\r\n{own}{chunked}\r\n", 403),
+        (f"GET / HTTP/1.1\r\n{own}Transfer-Encoding: xchunked\r\n\r\n{hidden}", 400),
+        (f"GET / HTTP/1.1\r\n{own}Content-Length: 1\r\nContent-Length: 2\r\n\r\n{hidden}", 400),
+        (f"GET / HTTP/1.1\r\n{own}Content-Length: +1\r\n\r\n{hidden}", 400),
+        (f"GET / HTTP/1.1\r\n{own}Host: evil.example\r\n\r\n{hidden}", 400),
+        (f"GET / HTTP/1.1\r\n{own}X : 1\r\n\r\n{hidden}", 400),
+        (f"GET / HTTP/1.1\r\n{own}X: a\0b\r\n\r\n{hidden}", 400),
+        (f"GET / HTTP/1.1\r\n{own}X: {'a' * 1_000_000}\r\n\r\n{hidden}", 400),
+        (f"GET /\x7f HTTP/1.1\r\n{own}\r\n{hidden}", 400),
+        (f"GET / HTTP/1.1\r\nCookie: {dashboard.cookie}\r\n\r\n{hidden}", 400),
+        (f"GET / HTTP/1.0\r\nCookie: {dashboard.cookie}\r\n\r\n{hidden}", 403),
+        (f"GET / HTTP/1.1\r\nHost: x@{place.netloc}\r\nCookie: {dashboard.cookie}\r\n\r\n{hidden}", 403),
+        (f"CONNECT evil.example:80 HTTP/1.1\r\n{own}\r\n{hidden}", 403),
+        (f"OPTIONS * HTTP/1.1\r\n{own}\r\n{hidden}", 403),
+        ("GET /\r\n\r\n", 400),
+        ("\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03" + "\n" * 9, 400),
+    ]:
+        with socket.create_connection(address, timeout=300) as client, suppress(ConnectionError):
+            client.sendall(sent.encode("latin-1"))
+            answers = b""
+            while more := client.recv(1 << 16):
+                answers += more
+            assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [str(status).encode()], sent[:200]
+    assert dashboard.ask("/")[0] == 200
+
+
+def test_addresses_in_other_forms_lead_nowhere_else(dashboard: Dashboard) -> None:
+    """An absolute address, escapes, an upgrade to another protocol, a HEAD of a stream, a number that is too long for Python."""
+    own = urlsplit(dashboard.url).netloc
+    assert dashboard.ask("http://evil.example/")[0] == 403
+    assert dashboard.ask("http://evil.example/", Host=own)[0] == 404
+    assert "Set-Cookie" not in dashboard.ask(f"http://evil.example/?token={dashboard.token}", Cookie="", Host=own)[1]
+    assert dashboard.ask("/run/0/base/")[0] == 404
+    assert dashboard.ask(f"/run/{'9' * 5000}/base")[0] == 404
+    assert dashboard.ask("/%72un/0/base")[0] == 200
+    body = dashboard.ask(f"/run/0/%22%3Fa%23%0a%5c?token={dashboard.token}", Cookie="")[2]
+    assert 'http-equiv="refresh" content="0;url=/run/0/%22%3Fa%23%0A%5C"' in body
+    status, headers, body = dashboard.ask("/run/0/base?since=x", "HEAD")
+    assert (status, headers["Content-Type"], body) == (200, "text/html; charset=utf-8", "")
+    for protocol in ("websocket", "h2c"):
+        upgrade = {
+            "Connection": "Upgrade",
+            "Upgrade": protocol,
+            "Sec_WebSocket_Key": "x" * 22 + "==",
+            "Sec_WebSocket_Version": "13",
+        }
+        assert dashboard.ask("/", **upgrade)[0] == 200
+        assert dashboard.ask("/", Cookie="", **upgrade)[0] == 401
+    assert "Server" not in dashboard.ask("/")[1]
+    assert dashboard.ask("/", Cookie="a=" + '"\\"' * 5000)[0] == 401
+
+
+def test_clients_that_send_or_take_nothing_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is silent, one with half a head, one that does not read its answer; and one more than CLIENTS at once."""
+    ended: Queue[object] = Queue()
+    lost = server._Connection.connection_lost
+    monkeypatch.setattr(server, "SLOW_S", 1)
+    monkeypatch.setattr(server, "CLIENTS", 3)
+    monkeypatch.setattr(server._Connection, "connection_lost", lambda self, exc: (lost(self, exc), ended.put(self)))
+    (tmp_path / "runs").mkdir()
+    ended_by, ends = os.pipe()
+
+    def clients(address: tuple[str, int], door: Door) -> None:
+        head = f"GET {LIBRARY} HTTP/1.1\r\nHost: {address[0]}\r\nCookie: {door.cookie}={door.token}\r\n"
+        with ExitStack() as stack:
+            stack.callback(os.close, ends)
+            for sent in ("", "GET / HT", f"{head}\r\n"):
+                client = stack.enter_context(socket.socket())
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect(address)
+                client.sendall(sent.encode())
+            with socket.create_connection(address, timeout=300) as more, suppress(ConnectionError):
+                assert more.recv(1) == b""
+            for _ in range(4):
+                ended.get()
+            taken = 0
+            with suppress(ConnectionError):
+                while piece := client.recv(1 << 16):
+                    taken += len(piece)
+            assert 0 < taken < len(library())
+
+    async def serving() -> None:
+        with server.listener("127.0.0.1", 0) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            door = Door(*listening.getsockname())
+            thread = threading.Thread(target=clients, args=(listening.getsockname(), door))
+            await server.serve([Storage(tmp_path / "runs")], listening, door, thread.start, until=ended_by)
+            thread.join()
+
+    asyncio.run(serving())
+    os.close(ended_by)
 
 
 def test_other_commands_find_the_dashboard_of_a_storage(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,10 +271,11 @@ def test_a_bad_batch_and_a_high_learning_rate_differ() -> None:
     one[150], big[150] = 6.0, 20.0
     (found,) = judged(steps(one, big))
     assert (found.rule, found.culprit) == ("bad_batch", {"step": 151, "samples_hash": f"{150:016x}"})
-    by_heart = np.concatenate(
-        [[3.0], losses[1:] / 500]
-    )  # of the same shape, but it is next to nothing of the first loss
-    by_heart[150] = 0.02
+    by_heart = np.concatenate([[3.0], losses[1:] / 500])  # next to nothing of the first loss, as is 8 times as much
+    by_heart[150] = 0.05
+    assert judged(steps(by_heart, big)) == []
+    by_heart[1:] /= 10  # 80 times
+    by_heart[150] = 0.05
     assert judged(steps(by_heart, big)) == []
     by_heart[150] = 0.2
     assert [found.rule for found in judged(steps(by_heart, big))] == ["bad_batch"]

@@ -20,8 +20,9 @@ from raydist.errors import DataError
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 
 
-def test_a_run_goes_on_alone_until_it_is_stopped(project: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`wait=False` returns with a live driver, or raises its error; `stop` leaves a checkpoint of the last step."""
+def test_a_run_goes_on_alone_until_it_is_stopped(project: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`wait=False` returns with a live driver, or raises its error; `save` makes a checkpoint, and `stop` leaves one of the last
+    step. Both are verified, and the weights are exported."""
     monkeypatch.chdir(project.root)
     monkeypatch.setenv("RAYDIST_STORAGE", str(project.runs))
     given = {"model.name": "gpt", "train.steps": 100_000, "checkpoint.every": 100_000}
@@ -32,10 +33,13 @@ def test_a_run_goes_on_alone_until_it_is_stopped(project: Any, monkeypatch: pyte
         assert time.monotonic() < deadline
         assert not run.ended()
         time.sleep(0.2)
+    saved = run.save()
     run.stop()
     assert run.ended()
     assert run.status == "interrupted"
-    assert [saved["step"] for saved in run.checkpoints] == [run.show()["steps"]]
+    assert [one["step"] for one in run.checkpoints] == sorted({saved, run.show()["steps"]})
+    assert all(one["good"] for one in run.verify())
+    assert (Path(run.export(str(tmp_path / "weights"), dtype="bf16")) / "config.json").exists()
     with pytest.raises(DataError, match="nowhere"):
         raydist.train("job.yaml", set={"data.path": "nowhere", "model.name": "gpt"}, name="no-data", wait=False)
 

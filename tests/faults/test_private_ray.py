@@ -90,8 +90,10 @@ class Trained:
 
 @pytest.mark.parametrize("name", ["GCS", "raylet"])
 def test_killed(project: Any, name: Any) -> None:
-    """By a fault of rank 1. Exit code 3 with that cause. Without the GCS the ranks save a checkpoint first."""
-    fault = KillProcess(rank=1, step=45, process=name.lower())
+    """By a fault of rank 1, the raylet by the kernel for lack of memory. Exit code 3 with the cause. Without the GCS the ranks save
+    a checkpoint first.
+    """
+    fault = KillProcess(rank=1, step=45, process=name.lower(), lack_of_memory=name == "raylet")
     run = Trained(project, f"killed-{name.lower()}", *write(project, f"killed-{name.lower()}", [fault]))
     while run.process.poll() is None:
         run.look()
@@ -99,8 +101,11 @@ def test_killed(project: Any, name: Any) -> None:
     pid, before = run.central[name], 40
     code, err = run.ended()
     assert code == 3
-    cause = f"Ray's {name} (process {pid}) has exited, killed by SIGKILL; run the same command again to continue"
+    cause = f"Ray's {name} (process {pid}) has exited, killed by SIGKILL"
+    if name == "raylet":
+        cause += f": the kernel killed process {pid} for lack of memory; it used "
     assert cause in err, err
+    assert "; run the same command again to continue" in err
     assert run.step() > before if name == "GCS" else run.step() >= before
     assert "killed by SIGKILL" in project.show(run.name)["attempts"][-1]["cause"]
 

@@ -36,6 +36,7 @@ from raydist.faults import (
     KillAgent,
     KillDriver,
     KillMonitor,
+    KillProcess,
     Leak,
     LossSpike,
     MemoryHog,
@@ -103,6 +104,7 @@ HICCUPS: list[Fault] = [
     Garbage(rank=1, step=34, objects=1000),
     Leak(rank=1, step=35, steps=3),
     SlowRank(rank=0, step=35, seconds=0.05, steps=2),
+    KillProcess(rank=0, step=51, process="monitor", lack_of_memory=True),
 ]
 """Faults after which the attempt continues."""
 if (group := cgroup("cpu")) is not None and os.access(group.mount, os.W_OK):  # root may not either, in a container

@@ -57,6 +57,13 @@ class Drawn:
         return index, x + 0.1 * torch.randn(6), wanted
 
 
+class Iterated(torch.utils.data.IterableDataset[float]):
+    """A stream without a state."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield 1.0
+
+
 class Stream:
     """Numbers and samples in order, with a state."""
 
@@ -146,13 +153,13 @@ def refused(*args: Any, **more: Any) -> str:
     return "it was trained"
 
 
-def noisy(storage: str, name: str, killed_at: int | None = None) -> dict[str, Any]:
+def noisy(storage: str, name: str, killed_at: int | None = None, dataset: Any = None) -> dict[str, Any]:
     """With all that draws random numbers, and with running statistics."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1))
 
-    return trained(storage, name, "zero2", dataset=Drawn(), model=build, killed_at=killed_at)
+    return trained(storage, name, "zero2", dataset=dataset or Drawn(), model=build, killed_at=killed_at)
 
 
 def main() -> None:
@@ -170,6 +177,8 @@ def main() -> None:
 
     rendezvous.prove = proving
     made: dict[str, Any] = {"noisy": [noisy(storage, "noisy")]}
+    loader = torch.utils.data.DataLoader(Drawn(), batch_size=5, shuffle=True, num_workers=2)
+    made["noisy loader"] = [noisy(storage, "noisy-loader", dataset=loader)]
     for strategy in STRATEGIES:
         made[strategy] = [trained(storage, strategy, strategy)]
         made[f"{strategy} paused"] = [trained(storage, f"{strategy}-paused", strategy, until) for until in (4, None)]

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import raydist
 import raydist.own as rd
 from raydist.errors import GraphMismatch, SpecChanged, UsageError, UserError
 from raydist.ipc import RENDEZVOUS_SECRET
@@ -35,7 +36,8 @@ def run(*args: object, world: int = 2) -> list[tuple[int, str, str]]:
         port = str(probe.getsockname()[1])
     ranks = []
     for rank in range(world):
-        launcher = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world)}
+        launcher = {f"OMPI_COMM_WORLD_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")}
+        launcher["OMPI_COMM_WORLD_SIZE"] = str(world)
         env = {**os.environ, **launcher, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         env[RENDEZVOUS_SECRET] = SECRET
         command = [sys.executable, user.__file__, *map(str, args)]
@@ -79,6 +81,12 @@ def test_a_killed_rank_changes_no_bit(sessions: tuple[Path, list[dict[str, Any]]
     assert [rank["weights"] for rank in again] == [whole["weights"]] * 2
 
 
+def test_a_loaders_processes_change_no_bit(sessions: tuple[Path, list[dict[str, Any]]]) -> None:
+    """They read ahead what the session itself would read between steps, random transforms and a rank without samples included."""
+    for rank in sessions[1]:
+        assert rank["noisy loader"] == rank["noisy"]
+
+
 def test_the_ranks_of_each_session_prove_themselves(sessions: tuple[Path, list[dict[str, Any]]]) -> None:
     """With the secret of their environment, on both groups; also after the first session, which took it out of the environment."""
     for made in sessions[1]:
@@ -109,6 +117,11 @@ def test_strategies_train_the_same_numbers(sessions: tuple[Path, list[dict[str, 
         assert losses(paused) == losses(whole)
         assert paused[-1]["weights"] == whole[0]["weights"] == ranks[1][strategy][0]["weights"]
         assert paused[-1]["rate"] == whole[0]["rate"] == alone["rate"]
+        run, model = raydist.open(f"{storage}/{strategy}"), user.Net()
+        assert isinstance(run, raydist.Run)
+        model.load_state_dict(run.weights())
+        saved = [value.double().sum().item().hex() for value in model.state_dict().values()]
+        assert saved == (whole[0]["weights"] or saved)
         assert sorted(whole[0]["ids"] + ranks[1][strategy][0]["ids"]) == sorted(alone["ids"])
     after = user.trained(str(storage), "crossed", "zero3")
     assert len(after["losses"]) == 2
@@ -136,7 +149,7 @@ def test_a_rank_that_leaves_its_loop_is_named(sessions: tuple[Path, list[dict[st
         assert rank["left"] == ["step 3: rank 1 left its loop, and the others did not"] * 2
 
 
-def small(storage: Path, dataset: object = tuple(range(8)), batch: int = 4, **more: Any) -> rd.Session:
+def small(storage: Path, dataset: object = tuple(range(8)), batch: int | None = 4, **more: Any) -> rd.Session:
     """A session of one rank."""
     model = torch.nn.Linear(1, 1)
     return rd.session(
@@ -215,11 +228,38 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
             pass
 
 
+def test_what_a_session_takes_of_a_loader(tmp_path: Path) -> None:
+    """Its dataset, which the session shuffles, its batch size, which an argument replaces, and its collate_fn. A loader that
+    would choose other samples or batches is refused: it would train other numbers, and nobody would see that."""
+    loader, numbers = torch.utils.data.DataLoader, torch.arange(8.0)
+    for given, sizes in (({}, [3, 3]), ({"batch": 4}, [4, 4])):
+        model = torch.nn.Linear(1, 1)
+        loads = loader(numbers, batch_size=3, shuffle=True, collate_fn=lambda items: torch.stack(items)[:, None])
+        optimizer, got = torch.optim.SGD(model.parameters(), lr=0.1), []
+        with rd.session(model, optimizer, loads, steps=2, name=f"of-{sizes[0]}", storage=str(tmp_path), **given) as s:
+            for x in s:
+                got.append(x)
+                s.backward(s.model(x).mean(), weight=len(x))
+                s.step()
+        assert [len(x) for x in got] == sizes
+        assert len(torch.cat(got).unique()) == sum(sizes)
+    with pytest.raises(UserError, match=r"batch: is not given\s*give the samples of an update"):
+        small(tmp_path, batch=None)
+    drawn = torch.utils.data.WeightedRandomSampler([1.0] * 8, 8)
+    for refused, why in (
+        (loader(numbers, batch_size=2), "chooses samples by its SequentialSampler"),
+        (loader(numbers, batch_size=2, sampler=drawn), "chooses samples by its WeightedRandomSampler"),
+        (loader(numbers, batch_size=3, shuffle=True, drop_last=True), "has drop_last=True"),
+        (loader(numbers, batch_sampler=[[1], [2]]), "has a batch_sampler"),
+        (loader(user.Iterated(), batch_size=2), "gives batches of a stream"),
+    ):
+        with pytest.raises(UserError, match=f"dataset: this DataLoader {why}"):
+            small(tmp_path, refused)
+
+
 def test_what_is_left_of_a_loop_that_was_changed_is_one_clear_error(tmp_path: Path) -> None:
-    """The loader of before, optimizer.step() and zero_grad(), which would train other numbers, and a session without `with`, or
+    """optimizer.step() and zero_grad(), which would train other numbers, and a session without `with`, or
     used twice. After the session the optimizer is the script's own again."""
-    with pytest.raises(UserError, match=r"dataset: a DataLoader gives batches.*\s*give it the loader's dataset"):
-        small(tmp_path, torch.utils.data.DataLoader([1.0, 2.0], batch_size=2))
     closed = small(tmp_path)
     for use in (lambda: next(iter(closed)), lambda: closed.backward(torch.zeros(()))):
         with pytest.raises(UsageError, match=r"the session is not open\s*use it in a `with` statement"):
@@ -288,7 +328,7 @@ def test_states_are_json_and_come_back() -> None:
 
 
 def test_launchers_variables() -> None:
-    """srun's become torchrun's; several ranks without a place to meet are refused."""
+    """srun's and MPICH's become torchrun's; several ranks without a place to meet are refused."""
     found = {
         "SLURM_PROCID": "3",
         "SLURM_STEP_NUM_TASKS": "4",
@@ -301,6 +341,16 @@ def test_launchers_variables() -> None:
     assert found["MASTER_ADDR"] == "10.0.0.2"
     with pytest.raises(UsageError, match="MASTER_PORT: not set, and there are 2 ranks"):
         translate({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.2"})
+    hydra = {
+        "PMI_RANK": "1",
+        "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": "1",
+        "MASTER_ADDR": "10.0.0.2",
+        "MASTER_PORT": "29500",
+    }
+    hydra |= {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+    translate(hydra)
+    assert (hydra["RANK"], hydra["WORLD_SIZE"], hydra["LOCAL_RANK"]) == ("1", "2", "1")
     alone = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
     translate(alone)
     assert "RANK" not in alone

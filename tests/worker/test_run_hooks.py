@@ -87,12 +87,21 @@ def test_they_are_called_and_change_no_number(ranks: Any, dataset: str, tmp_path
     assert second == [c for c in first if c[0] != "checkpoint"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_one_that_changes_weights_ends_the_run(ranks: Any, dataset: str, tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "hook", "what"),
+    [
+        ("ddp", "ChangesAndRaises", ""),
+        ("zero3", "Changes", ""),
+        ("ddp", "Evaluates", "the model's mode (train or eval)"),
+    ],
+)
+def test_one_that_changes_the_model_ends_the_run(
+    ranks: Any, dataset: str, tmp_path: Path, strategy: str, hook: str, what: str
+) -> None:
     """On every rank alike, so that no comparison of replicas shows it; and although its errors are only to be reported."""
-    hooks = [{"name": "tests.ownhooks:Changes", "ranks": "all", "on_error": "report"}]
+    hooks = [{"name": f"tests.ownhooks:{hook}", "ranks": "all", "on_error": "report"}]
     for _, _, ended in run(ranks, trained, 2, dataset, str(tmp_path), strategy, hooks):
-        assert ended.startswith("hook tests.ownhooks:Changes.on_eval has changed ")
+        assert ended.startswith(f"hook tests.ownhooks:{hook}.on_eval has changed {what}")
 
 
 def test_an_error_ends_the_run(ranks: Any, dataset: str, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from raydist.report.run_metrics import Report
 
 POINTS = 150
 """Approximate number of points of a curve of means."""
+_MARKS = 200
+"""Maximum number of incidents in a chart: the critical ones, and the newest of the others."""
 _HELP = (
     "Drag over a curve to zoom into all of them, double-click for all steps; a click on a name hides its line. Keys: arrows, + and "
     "-, page up and down, Esc, and 1 to 9 for the lines."
@@ -67,7 +69,7 @@ def charts(report: Report, view: View | None = None) -> Markup | list[Markup]:
     name = report.facts["run"] if others else ""
     held_out = {step: loss for step, loss in sorted(report.evals.items()) if x[0] <= step <= x[-1]}
     evals = Series("eval", np.array([*held_out], dtype=float), np.array([*held_out.values()]), "dots")
-    over = "over steps; a vertical line where an attempt begins or fails"
+    over = "over steps; a vertical line where an attempt begins, and at each incident and finding"
 
     every = [at, *others.values()]
     ends = (
@@ -109,7 +111,7 @@ def charts(report: Report, view: View | None = None) -> Markup | list[Markup]:
             else ""
         )
         + ("A gap in a line is a step whose value is not finite. " if np.isnan(at["loss"]).any() else "")
-        + ("Red lines: an attempt failed there. " if any(mark.kind == "bad" for mark in marks) else "")
+        + ("Vertical lines: attempts, incidents and findings; red: an attempt failed. " if marks else "")
     )
     return [tag("p", words + _HELP), tag("div", drawn, class_="charts")]
 
@@ -162,8 +164,8 @@ def _marks(report: Report) -> list[Mark]:
         for row in attempts[1:]
         if row["first_step"] is not None
     ]
-    failed = {one["attempt"]: one["step"] for one in report.facts["incidents"] if one["severity"] == "critical"}
-    return found + [Mark(step + 0.5, "", "bad") for step in failed.values() if step is not None]
+    kept = sorted(report.moments, key=lambda one: (one[2], one[0]))[-_MARKS:]
+    return found + [Mark(step, kind, "bad" if critical else "plain") for step, kind, critical in kept]
 
 
 def _mean(x: Array, amounts: Array, weights: Array, smooth: int = 1) -> tuple[Array, Array]:

@@ -244,9 +244,11 @@ def _attempts(facts: dict[str, Any]) -> Markup:
         (
             *("-" if row[name] is None else f"{row[name]:,}" for name in names),
             text.span(row["startup"]["seconds"]) if row["startup"] else "-",
+            text.added_up(row["startup"]["stages"])[1] if row["startup"] else "",
             f"{row['startup']['repeated_steps']:,}" if row["startup"] else "-",
             row["cause"] or ("" if facts["status"] == "running" else "its last step"),
         )
         for row in facts["attempts"]
     ]
-    return table(("attempt>", "ranks>", "first step>", "last step>", "startup>", "repeated steps>", "ended by~"), cells)
+    steps, start = ("attempt>", "ranks>", "first step>", "last step>"), ("startup>", "its stages~", "repeated steps>")
+    return table((*steps, *start, "ended by~"), cells)

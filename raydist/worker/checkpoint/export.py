@@ -65,7 +65,7 @@ def export(
     if format_of(spec.model.name) is None and _own_export(spec.model) is None:
         raise UserError(
             f"model.name: {spec.model.name}: has no counterpart in transformers",
-            "read the weights themselves with raydist.worker.checkpoint.restore",
+            f"read the weights themselves: raydist.open({run.uri!r}).weights() in Python",
         )
     if format == "peft":
         refuse_peft(spec.model, dtype)

@@ -12,12 +12,32 @@ from torch import nn
 from raydist.checkpoint import base_weights
 from raydist.checkpoint.base_weights import BASE
 from raydist.checkpoint.manifest import Manifest
+from raydist.data.dataset import TokenDataset
+from raydist.errors import CheckpointNotFound, UserError
+from raydist.redact import beside
 from raydist.run.directory import RunDir
-from raydist.spec import JobSpec
+from raydist.spec import JobSpec, read_stored
+from raydist.spec.script import SESSION
 from raydist.worker import pretrained
 from raydist.worker.build import build_model
 from raydist.worker.checkpoint import restore
 from raydist.worker.lora import frozen_shards
+
+
+def newest_model(run: RunDir, step: int | None = None) -> tuple[nn.Module, TokenDataset, JobSpec]:
+    """The model of the newest checkpoint, or of that of `step`, with the run's data and job. Raises CheckpointNotFound."""
+    spec = read_stored(run.storage)
+    manifest = restore.choose(run, step=step)
+    if manifest is None:
+        raise CheckpointNotFound(
+            f"run {run.name} has no checkpoint yet", "train it to its first checkpoint (checkpoint.every)"
+        )
+    if spec.model.name == SESSION:
+        raise UserError(
+            f"run {run.name}: a script made it, and has its model", f"its weights: raydist.open({run.uri!r}).weights()"
+        )
+    dataset = TokenDataset(beside(str(manifest.plain["dataset"]), run.full_uri))
+    return restored_model(run, manifest, spec, dataset.vocab_size), dataset, spec
 
 
 def restored_model(run: RunDir, manifest: Manifest, spec: JobSpec, vocab_size: int) -> nn.Module:

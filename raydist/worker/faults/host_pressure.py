@@ -1,4 +1,5 @@
-"""Faults of a rank's host: stops from outside, other processes on its processor, a CPU quota, no pids. They end by themselves.
+"""Faults of a rank's host: stops from outside, other processes on its processor, a CPU quota, no pids, no memory. They end by
+themselves.
 
 Runs in: a rank of a run with faults. Neither torch nor ray.
 """
@@ -10,7 +11,8 @@ import os
 import resource
 import subprocess
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ _PAUSE = "for i in $(seq $4); do kill -STOP $1 && sleep $2 && kill -CONT $1 || e
 _SPIN = "while kill -0 $1 2>/dev/null; do i=0; while [ $i -lt 10000 ]; do i=$((i+1)); done; done"
 _REMOVE = "while kill -0 $1 && [ -d $2 ]; do sleep 1; done; while [ -d $2 ] && ! rmdir $2; do sleep 1; done"
 _PERIOD_US = 100_000
+_NOTICED_S = 1.0
+"""In which those that watch a process notice its new control group, where the kernel counts its kill (launch/oom_detector.py)."""
+_STARVED_S = 20.0
 _NOWHERE: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 
 
@@ -51,64 +56,89 @@ def quota(seconds: float, cpus: float) -> Callable[[], None]:
     Raises InjectedError if it may not.
     """
 
-    def limit(group: Path, version: int) -> None:
+    with _own_group("cpu_quota", "cpu", os.getpid()) as (group, version, end):
         if version == 2:
             (group / "cpu.max").write_text(f"{int(cpus * _PERIOD_US)} {_PERIOD_US}")
         else:
             (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
             (group / "cpu.cfs_quota_us").write_text(str(int(cpus * _PERIOD_US)))
+    return _later(seconds, end)
 
-    end, _ = _in_own_group("cpu_quota", "cpu", seconds, limit)
-    return end
+
+def starve(fault: str, pid: int) -> None:
+    """Moves a process into a control group without memory, and returns when the kernel has killed it, as soon as it needs some.
+
+    Raises InjectedError if this process may not, or the other one needed none for _STARVED_S.
+    """
+    with _own_group(fault, "memory", pid) as (group, version, end):
+        limit = group / ("memory.max" if version == 2 else "memory.limit_in_bytes")
+        time.sleep(_NOTICED_S)
+        latest = time.monotonic() + _STARVED_S
+        while str(pid) in _members(group):
+            with contextlib.suppress(OSError):
+                # Version 1 refuses a limit below what is used, but takes back what it had reserved for the group.
+                limit.write_text("0")
+            if version == 1:
+                with contextlib.suppress(OSError):  # more is used by now
+                    limit.write_text((group / "memory.usage_in_bytes").read_text())
+            if time.monotonic() > latest:
+                end()
+                raise InjectedError(f"{fault}: process {pid} needed no memory for {_STARVED_S:.0f} s")
+            time.sleep(0.02)
 
 
 def no_processes(seconds: float) -> threading.Timer:
     """This process can start neither a process nor a thread; returns the thread that ends that. Raises InjectedError."""
     if os.geteuid() == 0:  # RLIMIT_NPROC does not hold for root
-
-        def limit(group: Path, version: int) -> None:
+        with _own_group("no_processes", "pids", os.getpid()) as (group, _, end):
+            timer = _timer(seconds, end)
             (group / "pids.max").write_text(str(len(os.listdir("/proc/self/task"))))
-
-        return _in_own_group("no_processes", "pids", seconds, limit)[1]
+        return timer
     before = resource.getrlimit(resource.RLIMIT_NPROC)
     timer = _timer(seconds, lambda: resource.setrlimit(resource.RLIMIT_NPROC, before))
     resource.setrlimit(resource.RLIMIT_NPROC, (1, before[1]))
     return timer
 
 
-def _in_own_group(
-    fault: str, controller: str, seconds: float, limit: Callable[[Path, int], None]
-) -> tuple[Callable[[], None], threading.Timer]:
-    """Moves this process into a control group of its own, and back. `limit` sets its limits, when it is in it. Returns what ends it
-    earlier, and the thread that ends it.
+@contextlib.contextmanager
+def _own_group(fault: str, controller: str, pid: int) -> Iterator[tuple[Path, int, Callable[[], None]]]:
+    """Moves a process into a control group of its own, whose limits the body sets. Yields the group, the controller's version, and
+    what moves the process back. Raises InjectedError if this process may not.
     """
-    found = cgroup(controller)
+    found = cgroup(controller, pid)
     if found is None or found.inside is None:
         raise InjectedError(f"{fault}: this host has no control groups that this process can see")
     before = found.mount / found.inside
-    own = found.mount / f"raydist-fault-{os.getpid()}"
+    own = found.mount / f"raydist-fault-{pid}"
 
     def end() -> None:
         with contextlib.suppress(OSError):
-            for pid in (own / "cgroup.procs").read_text().split():  # children, too
-                (before / "cgroup.procs").write_text(pid)
+            for each in _members(own):  # children, too
+                (before / "cgroup.procs").write_text(each)
             own.rmdir()
 
     try:
         own.mkdir()
-        # If this process is killed, or the kernel is not done with it in `end`, another one removes the group, which is not ended
+        # If the process is killed, or the kernel is not done with it in `end`, another one removes the group, which is not ended
         # with this one.
-        subprocess.run(["setsid", "--fork", "sh", "-c", _REMOVE, "sh", str(os.getpid()), str(own)],
-                       check=True, cwd="/", **_NOWHERE)  # fmt: skip
+        subprocess.run(
+            ["setsid", "--fork", "sh", "-c", _REMOVE, "sh", str(pid), str(own)], check=True, cwd="/", **_NOWHERE
+        )
         if found.version == 2:
             (found.mount / "cgroup.subtree_control").write_text(f"+{controller}")
-        (own / "cgroup.procs").write_text(str(os.getpid()))
-        timer = _timer(seconds, end)
-        limit(own, found.version)
+        (own / "cgroup.procs").write_text(str(pid))
+        yield own, found.version, end
     except OSError as error:
         end()
         raise InjectedError(f"{fault}: {error}; it needs root and a writable {found.mount}") from error
-    return end, timer
+
+
+def _members(group: Path) -> list[str]:
+    """The pids in it; [] once it has been removed."""
+    try:
+        return (group / "cgroup.procs").read_text().split()
+    except OSError:
+        return []
 
 
 def _below(command: list[str]) -> subprocess.Popen[bytes]:

@@ -193,6 +193,8 @@ class Injector:
                 run_processes.find("agent", fault.fault).kill()
             case faults.KillNode():
                 run_processes.kill_node(fault.fault)
+            case faults.KillProcess(process=process, lack_of_memory=True):
+                host_pressure.starve(fault.fault, run_processes.find(process, fault.fault).pid)
             case faults.KillProcess(process=process):
                 run_processes.find(process, fault.fault).kill()
             case faults.SuspendProcess(process=process, seconds=seconds):

@@ -6,9 +6,9 @@ A hook's file (or the user's `package.module:attribute`) has a class `Hook`: a `
 is made once in each attempt of the run, after the state is loaded. Training waits for each call, so a hook must be quick: what may
 take long belongs in a thread of its own, or in an exporter (raydist/observe/exporters).
 
-A hook reads, and changes nothing: raydist compares a checksum of the weights before and after each call, and a hook that has
-changed them ends the run, whatever `on_error` says. Random numbers that a hook draws change nothing, because passes are seeded by
-their step.
+A hook reads, and changes nothing: raydist compares a checksum of the weights, and the modules' modes, before and after each call,
+and a hook that has changed them ends the run, whatever `on_error` says. Random numbers that a hook draws change nothing, because
+passes are seeded by their step.
 """
 
 from __future__ import annotations

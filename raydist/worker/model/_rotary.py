@@ -25,7 +25,7 @@ def rotary_tables(context: int, head: int, base: float, scaling: RopeScaling | N
     # On the CPU, even if the model is built without weights: the tables are not in checkpoints.
     inverse_K2 = 1.0 / (base ** (torch.arange(0, head, 2, dtype=torch.int64, device="cpu").float() / head))
     if scaling is not None:
-        inverse_K2 = _scaled(inverse_K2, head, base, scaling)
+        inverse_K2 = _scaled(inverse_K2, context, head, base, scaling)
     angles_SK2 = torch.outer(torch.arange(context, device="cpu").float(), inverse_K2)
     cos, sin = angles_SK2.cos(), angles_SK2.sin()
     if scaling is not None and (factor := attention_factor(scaling)) != 1.0:
@@ -49,12 +49,22 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _scaled(inverse_K2: Tensor, head: int, base: float, scaling: RopeScaling) -> Tensor:
-    """The frequencies for the longer context, with the same roundings as in `transformers`."""
+def _scaled(inverse_K2: Tensor, context: int, head: int, base: float, scaling: RopeScaling) -> Tensor:
+    """The frequencies for the longer context, with the same roundings as in `transformers`.
+
+    dynamic: those that `transformers` has for a sequence of `context` tokens, for shorter ones, too. If they changed with the
+    length, tokens in a cache would have other frequencies than the next one, and logits would depend on the batches before.
+    """
     factor, original = scaling.factor, scaling.original_max_position_embeddings
     if scaling.rope_type == "linear":
         return inverse_K2 / factor
     assert original is not None
+    if scaling.rope_type == "dynamic":
+        if context <= original:
+            return inverse_K2
+        length = torch.tensor(context, device="cpu")  # a tensor there, too: fp32
+        longer = base * ((factor * length / original) - (factor - 1)) ** (head / (head - 2))
+        return 1.0 / (longer ** (torch.arange(0, head, 2, dtype=torch.int64, device="cpu").float() / head))
     if scaling.rope_type == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         assert low is not None

@@ -1,7 +1,8 @@
 """A user's own loop on raydist's ranks. Arguments: its steps, and what happens to rank 1.
 
 killed MARKS: SIGKILL, once, in the data of a step after the file `go` is in that folder; then it hangs, once, in step 350.
-raises: an exception in step 3. leaves: it leaves its loop in step 3. sound: nothing.
+raises: an exception in step 3. leaves: it leaves its loop in step 3. sound: nothing. Each time the collectives of the first
+backward pass must be told from others, so that waits for them count as exposed communication.
 """
 
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 import raydist.own as rd
+from raydist.launch import script
 
 steps, what, marks = int(sys.argv[1]), sys.argv[2], Path(sys.argv[-1])
 torch.manual_seed(3)
@@ -32,6 +34,7 @@ def once(name: str) -> bool:
     return True
 
 
+counters, within = script.current.telemetry._comm, []
 with rd.session(model, optimizer, data, steps=steps, batch=10, micro_batch=3, every=1000, clip=1.0) as s:
     second = s.rank.rank == 1
     for _, features, wanted in s:
@@ -41,7 +44,11 @@ with rd.session(model, optimizer, data, steps=steps, batch=10, micro_batch=3, ev
             break
         if second and s.number == 350 and what == "killed" and once("hung"):
             threading.Event().wait()
-        s.backward((s.model(features) - wanted).square().mean(), weight=len(features))
+        error = (s.model(features) - wanted).square().mean()
+        if s.number == 1:
+            error.register_hook(lambda grad: within.append(counters._backward is not None))
+        s.backward(error, weight=len(features))
+        assert all(within)
         if s.step() and second and what == "killed" and s.number >= 20:
             while s.number == 300 and not (marks / "go").exists():
                 time.sleep(0.02)  # the test waits for a copy in memory

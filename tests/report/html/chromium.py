@@ -68,6 +68,7 @@ class Chromium:
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.page(f"{domain}.enable")
+        self.page("Page.setLifecycleEventsEnabled", enabled=True)
         if self._offline:
             self.page(
                 "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0
@@ -110,8 +111,12 @@ class Chromium:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.page("Emulation.setEmulatedMedia", media=media, features=[scheme])
         self.told.clear()
-        self.page("Page.navigate", url=page.as_uri() if isinstance(page, Path) else page)
-        while not any(event["method"] == "Page.loadEventFired" for event in self.told):
+        loader = self.page("Page.navigate", url=page.as_uri() if isinstance(page, Path) else page)["loaderId"]
+        loaded = {"name": "load", "loaderId": loader}  # not of the page before, which may be loading
+        while not any(
+            event["method"] == "Page.lifecycleEvent" and loaded.items() <= event["params"].items()
+            for event in self.told
+        ):
             self._read()
 
     def value(self, script: str) -> Any:

@@ -7,8 +7,10 @@ from typing import Any
 
 from tests.report.html.chromium import Chromium
 
-DRAWN = "document.documentElement?.dataset.ready === 'yes'"
-"""Whether all charts of the page are drawn."""
+READY = "document.documentElement?.dataset.ready === 'yes'"
+"""Whether the charts near the view are drawn."""
+DRAWN = f"{READY} && (raydist.whole(), true)"
+"""Draws the others, too."""
 CHART = "[...raydist.charts.values()].find((one) => one.figure.dataset.name === {})"
 LOSS = CHART.format('"Loss"')
 """A chart by its name, as JSON; and the first one of a run."""

@@ -109,7 +109,10 @@ def test_shares_incidents_and_tables(browser: Chromium, written: Path) -> None:
         "all-reduce", "230", "1.0 MiB", "230.0 MiB", "1:55", "2.0 MiB/s", "2.0 MiB/s", "0:46", "19.6%", "rank 0, 1:09",
     ]  # fmt: skip
     assert "No rank was found to be slow" in " ".join(texts(browser, "#ranks .note"))
-    assert [row.split("\t")[0] for row in texts(browser, "#attempts tbody tr")] == ["1", "2"]
+    assert [row.split("\t")[:7] for row in texts(browser, "#attempts tbody tr")] == [
+        ["1", "2", "1", "80", "0:10", "first step 1.0 s", "0"],
+        ["2", "2", "51", "200", "7.5 s", "detect 1.0 s, first step 1.0 s", "30"],
+    ]
     browser.value("document.querySelector('#spec details').open = true")
     assert NAME in texts(browser, "#spec pre")[0]
 
@@ -122,7 +125,12 @@ def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
     browser.point(*place(browser, "Loss", 150, 120))
     assert texts(browser, ".tip div") == ["step 150", "training 90"], "the spike of one step"
     browser.point(*place(browser, "Loss", 81, 120))
-    assert texts(browser, ".tip div")[0] == "step 81"
+    assert texts(browser, ".tip div") == ["step 81", "training 1.012346", "injected fault", "worker died"], (
+        "incidents, too"
+    )
+    assert [words for _, words, _ in browser.value(f"{LOSS}.chart.marks")] == [
+        "attempt 2", "leak", "checkpoint corrupt", "injected fault", "worker died",
+    ]  # fmt: skip
     browser.point(*place(browser, "Memory", 220, 55))
     told = f"[...{CHART.format(json.dumps('Memory'))}.plot.querySelectorAll('.tip div')].map((one) => one.innerText)"
     browser.until(f"{told}.length === 2")
@@ -134,6 +142,30 @@ def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
     for _ in range(2):
         browser.page("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
     assert texts(browser, ".told")[0].startswith("step 103, training 1.0")
+
+
+def test_charts_are_drawn_as_they_come_near(browser: Chromium, written: Path) -> None:
+    """First those in the view; zoom reaches the others, and the keyboard draws what it reaches. Before printing all are drawn."""
+    browser.open(written)
+    browser.until(looks.READY)
+    waiting = "[...raydist.charts.values()].filter((one) => !one.drawing).map((one) => one.figure.dataset.name)"
+    names = browser.value(waiting)
+    assert names[-1] == "Data"
+    assert browser.value("[...raydist.charts.values()].filter(raydist.seen).some((one) => one.drawing)")
+    chart = CHART.format(json.dumps("Data"))
+    browser.value(f"{chart}.plot.focus()")
+    browser.until(f"{chart}.drawing !== null")
+    browser.page("Page.printToPDF")
+    browser.until(f"{waiting}.length === 0")
+    browser.open(written)
+    browser.until(looks.READY)
+    browser.value(f"{LOSS}.plot.focus()")
+    assert browser.value(waiting)
+    browser.page("Input.dispatchKeyEvent", type="keyDown", key="+")
+    browser.until(looks.DRAWN)
+    shown = "[...raydist.charts.values()].filter((one) => one.zoom).map(({drawing}) => drawing.getOption().dataZoom[0].start > 20)"
+    assert browser.value(shown) == [True] * 5
+    assert browser.complaints == []
 
 
 def test_curves_are_zoomed_together(browser: Chromium, written: Path) -> None:
@@ -261,7 +293,7 @@ def test_keys_do_not_leave_with_the_page(tmp_path: Path) -> None:
     run.storage.write(SPEC, b"checkpoint: {replicas: ['s3://KEY:sec&ret@bucket/x']}\n")
     data = render(report(run))
     assert b"s3://bucket/x" in data
-    assert b"KEY" not in data
+    assert b"KEY:" not in data
 
 
 def test_the_browser_would_tell(browser: Chromium, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import errno
 import gc
 import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import xxhash
 from torch import nn
 
 from raydist import faults
+from raydist.cgroups import cgroup
 from raydist.errors import StorageError
 from raydist.faults import (
     BadNumber,
@@ -52,9 +54,10 @@ from raydist.faults import (
     UnmountedStorage,
 )
 from raydist.ipc.heartbeat import Heartbeat
+from raydist.launch.oom_detector import MemoryWatch
 from raydist.run.directory import RunDir
 from raydist.spec.experts import Experts
-from raydist.worker.faults import InjectedError, run_processes
+from raydist.worker.faults import InjectedError, host_pressure, run_processes
 from raydist.worker.faults.injector import Injector
 from raydist.worker.model._moe import MixtureOfExperts
 from tests.processes import command_line
@@ -361,6 +364,32 @@ def test_a_suspended_process_goes_on(tmp_path: Path) -> None:
                 pass
         finally:
             process.kill()
+
+
+def test_the_kernel_kills_a_process_for_lack_of_memory() -> None:
+    """As soon as it opens a file. Who watches it knows the cause; the group is removed when the process has been reaped."""
+    script = "import time\nwhile True: open('/dev/null').close(); time.sleep(0.01)"
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        try:
+            memory, ended = MemoryWatch(process.pid), threading.Event()
+
+            def look() -> None:
+                while not ended.wait(0.05):
+                    memory.look()
+
+            watch = threading.Thread(target=look)
+            watch.start()
+            host_pressure.starve("kill_process", process.pid)
+            assert os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT).si_status == signal.SIGKILL
+            assert f"the kernel killed process {process.pid} for lack of memory" in memory.why()
+        finally:
+            ended.set()
+            process.kill()
+    watch.join()
+    found = cgroup("memory")
+    assert found is not None
+    while (found.mount / f"raydist-fault-{process.pid}").exists():
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
     },
+    "llama, dynamic": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 1e4},
+    },
     "mistral": {"model_type": "mistral", "sliding_window": 5},
     "mistral without a window": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2", "rope_parameters": YARN},
@@ -124,9 +128,9 @@ def spec_of(config: dict[str, Any]) -> tuple[ModelSpec, HuggingFace]:
     return ModelSpec(name=name, **format.fields(config)), format
 
 
-def ours(model: transformers.PreTrainedModel) -> nn.Module:
-    """The same model here, from its config.json and its tensors."""
-    spec, _ = spec_of(model.config.to_dict())
+def ours(model: transformers.PreTrainedModel, **fields: Any) -> nn.Module:
+    """The same model here, from its config.json and its tensors. `fields`: of `model`, that are others."""
+    spec = spec_of(model.config.to_dict())[0].model_copy(update=fields)
     made: nn.Module = registry.load("model", spec.name)(spec, VOCAB).eval()
     with torch.no_grad():
         tensors, held = renamed(weights(model), made), persistent(made)

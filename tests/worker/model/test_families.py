@@ -89,6 +89,19 @@ def test_logits(name: str, far: float) -> None:
     assert distance(model(tokens(), documents=real_BT.long())[real_BT], padded[real_BT]) <= far
 
 
+@torch.no_grad()
+def test_dynamic_scaling_at_a_longer_context(far: float) -> None:
+    """Of sequences of `context` tokens, twice the config's: also by the config that we write."""
+    peer = theirs("llama, dynamic", max_position_embeddings=CONTEXT // 2)
+    model = ours(peer, context=CONTEXT)
+    assert distance(model(tokens()), peer(tokens()).logits) <= far
+    spec, format = spec_of(peer.config.to_dict())
+    again = of_config({**format.config(spec.model_copy(update={"context": CONTEXT})), "vocab_size": VOCAB})
+    again.load_state_dict(peer.state_dict())
+    assert torch.equal(again(tokens()).logits, peer(tokens()).logits)
+    assert distance(ours(peer, context=CONTEXT, options={})(tokens()), peer(tokens()).logits) > 0.01  # without scaling
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients(name: str) -> None:
     """Each within 1e-5 of its largest element, from the loss that the head computes."""

@@ -1,7 +1,7 @@
 // What the build of Apache ECharts contains: `make echarts` makes echarts.min.js of it.
 export {color, init} from "echarts/core";
 import {use} from "echarts/core";
-import {HeatmapChart, LineChart, ParallelChart, ScatterChart} from "echarts/charts";
+import {CustomChart, LineChart, ParallelChart, ScatterChart} from "echarts/charts";
 import {
   DataZoomInsideComponent, GridComponent, LegendScrollComponent, MarkLineComponent, ParallelComponent, ToolboxComponent,
   TooltipComponent, VisualMapContinuousComponent,
@@ -10,7 +10,7 @@ import {LabelLayout} from "echarts/features";
 import {CanvasRenderer} from "echarts/renderers";
 
 use([
-  HeatmapChart, LineChart, ParallelChart, ScatterChart, DataZoomInsideComponent, GridComponent, LegendScrollComponent,
+  CustomChart, LineChart, ParallelChart, ScatterChart, DataZoomInsideComponent, GridComponent, LegendScrollComponent,
   MarkLineComponent, ParallelComponent, ToolboxComponent, TooltipComponent, VisualMapContinuousComponent, LabelLayout,
   CanvasRenderer,
 ]);

@@ -1,0 +1,78 @@
+"""How samples become micro-batches, and what a session takes from a DataLoader of torch: its dataset, its batch size, and its
+processes, which read the micro-batches of this rank ahead.
+
+The order of the samples and their division among the ranks are the session's, as without a loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from raydist.data.order import IntArray
+from raydist.errors import UserError
+from raydist.worker import distributed
+
+Part = tuple[int, IntArray]
+"""A step, and the numbers of the samples of one of its micro-batches."""
+
+
+class Reader(Dataset[Any]):
+    """Part -> micro-batch, here or in a loader's process. What samples draw at random depends on the seed and the part alone."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+
+    def __getitem__(self, part: Part) -> Any:
+        step, ids = part
+        distributed.seed_all(self._seed, "own data", step, int(ids[0]))
+        if hasattr(self._dataset, "__getitems__"):  # of several at once, as torch's loader calls it
+            return self._collate(self._dataset.__getitems__(ids.tolist()))
+        return self._collate([self._dataset[number] for number in ids.tolist()])
+
+
+def read_ahead(reader: Reader, parts: Iterable[Part], loader: DataLoader[Any]) -> Iterator[Any]:
+    """The micro-batches in their order, which processes read as `loader` would have them. They end with the iterator."""
+    return iter(
+        DataLoader(
+            reader,
+            batch_size=None,
+            sampler=parts,
+            collate_fn=_as_it_is,
+            num_workers=loader.num_workers,
+            prefetch_factor=loader.prefetch_factor,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+    )
+
+
+def check(loader: DataLoader[Any]) -> None:
+    """Raises UserError for a loader whose batches are not those that a session makes of its dataset."""
+    kind, sampler = type(loader).__name__, loader.sampler
+    wrong, remedy = (
+        "",
+        "give it shuffle=True and nothing else that chooses samples, or give the session the dataset itself",
+    )
+    if not (hasattr(loader.dataset, "__len__") and hasattr(loader.dataset, "__getitem__")):
+        wrong = "gives batches of a stream, and the session makes them itself, for all ranks"
+        remedy = "give it the stream, if it has a state; or a loader with a state that gives samples: batch_size=None"
+    elif loader.batch_size is None:
+        wrong = "has a batch_sampler, and the session makes the batches itself, for all ranks"
+    elif not isinstance(sampler, RandomSampler) or sampler.replacement or len(sampler) != len(loader.dataset):
+        wrong = f"chooses samples by its {type(sampler).__name__}, and the session trains each sample once an epoch, shuffled"
+    elif loader.drop_last:
+        wrong, remedy = (
+            "has drop_last=True, and the session trains every sample: an epoch's last batch is shorter",
+            "leave it out",
+        )
+    if wrong:
+        raise UserError(f"dataset: this {kind} {wrong}", remedy)
+
+
+def _as_it_is(made: Any) -> Any:
+    return made
