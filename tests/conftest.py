@@ -117,7 +117,7 @@ class Ranks:
     def _start(self) -> tuple[Any, Connection]:
         context = mp.get_context("forkserver")
         # Imported once, 4 s of CPU time; a new rank then takes milliseconds.
-        context.set_forkserver_preload([*PRELOAD, "pytest", "tests.training"])
+        context.set_forkserver_preload(["pytest", __name__, *PRELOAD, "tests.training", "tests.rank_preload"])
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
@@ -166,7 +166,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     from raydist.worker.distributed import Rank
-    from tests import tensor_pickle
+    from tests import rank_preload, tensor_pickle
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -179,7 +179,6 @@ def _serve(pipe: Connection) -> None:
         backend = staged.NAME
     _refuse_pickles()
     # What was imported is never searched for garbage again, which takes 0.3 s of CPU time; what training freezes must not stay.
-    caches = _caches()
     gc.freeze()
     gc.freeze = lambda: None
     while True:
@@ -207,7 +206,7 @@ def _serve(pipe: Connection) -> None:
         pipe.send_bytes(tensor_pickle.dumps(result))
         del result
         if len(os.listdir("/proc/self/task")) > 40:
-            _forget_groups(caches)
+            _forget_groups([*rank_preload.CACHES, *rank_preload.caches()])
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -240,13 +239,6 @@ def _module(path: str) -> ModuleType:
     return module
 
 
-def _caches() -> list[Any]:
-    """torch's caches of collectives and shardings, which keep process groups, among the objects that may be collected."""
-    # Not isinstance: some objects are proxies whose target no longer exists.
-    found = [cached for cached in gc.get_objects() if type(cached) is functools._lru_cache_wrapper]
-    return [cached for cached in found if cached.__module__.startswith("torch.distributed")]
-
-
 def _forget_groups(caches: list[Any]) -> None:
     """Releases the process groups that torch's caches keep: the threads of each group wake a hundred times a second."""
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
@@ -254,7 +246,7 @@ def _forget_groups(caches: list[Any]) -> None:
 
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
-    for cached in [*caches, *_caches()]:
+    for cached in caches:
         cached.cache_clear()
     gc.collect()
 

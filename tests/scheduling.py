@@ -22,6 +22,8 @@ WAITING = (
     "tests/faults/test_mesh.py",
     "tests/faults/test_survived.py",
     "tests/end_to_end/test_cluster.py",
+    "tests/end_to_end/test_slurm.py",
+    "tests/faults/test_private_ray.py",
 )
 """Files whose tests wait most of their time: for Ray to notice that a node is lost, for timeouts, for drivers to start; the longest
 first. In this order a third process, if there is one, runs them, and nothing else, so that two processes compute; of two processes,
