@@ -30,7 +30,7 @@ class Reader(Dataset[Any]):
         step, ids = part
         samples = []
         for number in ids.tolist():
-            distributed.seed_all(self._seed, "own data", step, number)
+            distributed.seed_all(self._seed, "own data", step, number, devices=False)
             samples.append(self._dataset[number])
         return self._collate(samples)
 

@@ -172,10 +172,11 @@ def derive(seed: int, purpose: str, *parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def seed_all(seed: int, purpose: str, *parts: int) -> None:
-    """Seeds torch, numpy and random for one purpose, such as ("init") or ("dropout", rank)."""
+def seed_all(seed: int, purpose: str, *parts: int, devices: bool = True) -> None:
+    """Seeds torch, numpy and random for one purpose, such as ("init") or ("dropout", rank). `devices`: also the generators of GPUs,
+    which takes 0.1 ms even where there are none."""
     value = derive(seed, purpose, *parts)
-    torch.manual_seed(value)
+    (torch.manual_seed if devices else torch.default_generator.manual_seed)(value)
     random.seed(value)
     np.random.seed(value % 2**32)  # the global generator, because users' models draw from it
 
