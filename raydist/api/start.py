@@ -220,9 +220,9 @@ def _number(folder: Folder) -> int:
 
 
 def _taken(made: _Made, before: int) -> _Made:
-    """Waits until the driver has taken the run, or has ended. Raises its error."""
+    """Waits until the driver has taken the run and written what it trains, or has ended. Raises its error."""
     while not made.ended():
-        if _number(made.folder) > before:
+        if _number(made.folder) > before and made.folder.exists():
             return made
         time.sleep(POLL_S)
     return made.wait()

@@ -27,6 +27,7 @@ def test_a_run_goes_on_alone_until_it_is_stopped(project: Any, tmp_path: Path, m
     monkeypatch.setenv("RAYDIST_STORAGE", str(project.runs))
     given = {"model.name": "gpt", "train.steps": 100_000, "checkpoint.every": 100_000}
     run = raydist.train("job.yaml", set=given, name="from-python", wait=False)
+    assert run.status == "running"
     assert not run.ended()
     deadline = time.monotonic() + 240
     while len(run.steps()) < 2:
