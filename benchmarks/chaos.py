@@ -123,14 +123,9 @@ OF_A_PRIVATE_RAY: list[Callable[[int, int], Fault]] = [
         for process in ("monitor", "coordinator", "raylet", "gcs")
     ),
     *(
-        lambda rank, step, process=process: faults.KillProcess(rank=rank, step=step, process=process)
-        for process in ("coordinator", "raylet", "gcs")
-    ),
-    *(
-        lambda rank, step, process=process: faults.KillProcess(
-            rank=rank, step=step, process=process, lack_of_memory=True
-        )
-        for process in ("agent", "monitor", "coordinator", "raylet", "gcs")
+        lambda rank, step, to=to, by=by: faults.KillProcess(rank=rank, step=step, process=to, lack_of_memory=by)
+        for by, names in ((False, "coordinator raylet gcs"), (True, "agent monitor coordinator raylet gcs"))
+        for to in names.split()
     ),
 ]
 OF_VIRTUAL_RANKS: list[Callable[[int, int], Fault]] = [lambda rank, step: faults.OutOfMemory(rank=rank, step=step)]

@@ -191,9 +191,8 @@ def test_the_command(tmp_path: Path) -> None:
     same = json.loads(call(path, "--gpus", 4, "--device", "h100", *changes, "--json"))
     row = next(row for row in same["strategies"] if row["strategy"] == one["strategy"])
     assert one["speed"]["tokens_per_second"] == pytest.approx(row["speed"]["tokens_per_second"], rel=1e-6)
-    assert one["total"] == pytest.approx(
-        row["total"], rel=0.03
-    )  # interpolated: above it where the peak is another moment's
+    # The search interpolates between micro-batches, so it is above the plan where the peak is another moment's: 2.9% here.
+    assert one["total"] == pytest.approx(row["total"], rel=0.03)
     assert one["total"] >= row["total"] - 1
     page = (Path(__file__).parents[2] / "docs/how-to/plan.md").read_text()
     assert all(f"`{key}`" in page for key in {*made, *made["best"][0]})
