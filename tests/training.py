@@ -192,10 +192,7 @@ class Trainer:
             self.optimizer.same_bits = spec.train.virtual_ranks is not None
             told = self.optimizer.gradients_final
             self.strategy.on_final = told if self.split is None else self.split.final(told)
-        self.recorded: list[dict[str, Any]] = []
-        """Of rank 0: the data of the events `expert_loads`."""
-        say = None if rank.rank else lambda _, **data: self.recorded.append(data)
-        self.loads = ExpertLoads(parts_of(self.model), rank, 1, say)
+        self.loads = ExpertLoads(parts_of(self.model), rank, 1, None)
         self.before_update: Callable[[], object] = lambda: None
         self.parameters = gather_parameters(shards, rank)
         self.outer = Outer(spec.comm, self.replica, shards, spec.train.total(1)) if self.replica else None

@@ -81,11 +81,12 @@ class Run(Started[RunDir]):
 
         return view(self.folder)
 
-    def steps(self) -> pa.Table:
-        """One row per step, ascending, with the fields of raydist.records.StepRecord; of a step trained twice, the last."""
-        from raydist.run.log import read_steps
+    def steps(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """One row per step, ascending, with the fields of raydist.records.StepRecord; of a step trained twice, the last.
+        `columns`: only `step` and these."""
+        from raydist.run.log import FIELDS, read_steps
 
-        return read_steps(self.folder)
+        return read_steps(self.folder, FIELDS if columns is None else columns)
 
     def events(self, kind: str | None = None) -> list[Event]:
         """The run's events in order: attempts, failures, decisions, evaluations, findings and others. `kind`: only these."""

@@ -1,7 +1,7 @@
 """Loads of experts: tells the layers which pass is which, sums their loads over all ranks, moves the routers' biases, and records.
 
-Runs in: each train worker. Torch, never ray. One all-reduce a step, of a number for each expert; for a record on a pipeline, rank 0
-gets the biases of the other stages, too.
+Runs in: each train worker. Torch, never ray. One all-reduce a step and one copy to the host: of each expert's load and, from the
+first rank that has the layer, the bits of its bias; zeros from the others leave them as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raydist.data.batches import MicroBatch
-from raydist.worker.comm.json_gather import gather_json, gather_json_on_first
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.model._moe import MixtureOfExperts, layers_of
 from raydist.worker.parallel._model_graph import plain_name
@@ -30,24 +30,28 @@ def _tell(layer: MixtureOfExperts, batch: MicroBatch, *, records: bool) -> None:
 class ExpertLoads(StepHook):
     """A hook of every step of a model with experts. Every rank has one. `parts`: the model, or the stages that this rank has of it.
 
-    `say`: rank 0's `Reporter.say`, None on the others; it gets the loads and biases of every `every`-th step. `imbalance`: of the
-    last step, the load of the fullest expert of a layer over the mean of that layer, for the worst layer; `exchanged`: bytes that
-    all ranks together sent to others for it; both None before the first step.
+    `say`: rank 0's `Reporter.say`, None on the others; it gets the layers' names. `every`: steps between two records of loads and
+    biases; None: none. Of the last step, on every rank, None before the first one: `imbalance`, the load of the fullest expert of a
+    layer over the mean of that layer, for the worst layer; `exchanged`: bytes that all ranks together sent to others for it.
     """
 
     def __init__(self, parts: Sequence[nn.Module], rank: Rank, every: int | None, say: Say | None) -> None:
-        self._rank, self._every, self._say = rank, every, say
+        self._rank, self._every = rank, every
         self._layers = {plain_name(name): layer for name, layer in layers_of(*parts)}
-        counts: dict[str, int] = {}
+        known: dict[str, tuple[int, bool]] = {}
         owners: dict[str, int] = {}
-        held = gather_json({n: layer.shape.count for n, layer in self._layers.items()}, rank.control)
-        for number, of_rank in enumerate(held):
-            counts |= of_rank
+        own = {n: (layer.shape.count, layer.router.bias is not None) for n, layer in self._layers.items()}
+        for number, of_rank in enumerate(gather_json(own, rank.control)):
+            known |= of_rank
             owners = dict.fromkeys(of_rank, number) | owners
         self._owned = [name for name in self._layers if owners[name] == rank.rank]
         """The layers of which this rank is the first."""
-        self._apart = any(owners.values())
-        self._counts = {name: counts[name] for name in sorted(counts, key=_in_order)}
+        self._counts = {name: known[name][0] for name in sorted(known, key=_in_order)}
+        self._biased = [name for name in self._counts if every is not None and known[name][1]]
+        """The layers whose bias is recorded."""
+        self._sizes = [*self._counts.values(), *(self._counts[name] for name in self._biased), 1]
+        if say is not None and self._counts:
+            say("experts", layers=self._counts)
         for layer in self._layers.values():
             layer.loads = layer.loads.to(rank.device)
         self._exchanges = list(
@@ -56,6 +60,9 @@ class ExpertLoads(StepHook):
         self._sent = 0
         self.loads: dict[str, torch.Tensor] = {}
         """Layer -> tokens of each expert in the last step, of all ranks; int64 [E] on the host."""
+        self._biases: dict[str, torch.Tensor] = {}
+        """Layer -> the bits of the bias with which its router chose in the last step; int64 [E] on the host."""
+        self._due = False
         self.imbalance: float | None = None
         self.exchanged: int | None = None
 
@@ -67,7 +74,7 @@ class ExpertLoads(StepHook):
     @property
     def message(self) -> tuple[str, int, str]:
         """For traces: see MESSAGES in worker/step.py."""
-        return "all_reduce", sum(self._counts.values()) + 1, "loads of experts"
+        return "all_reduce", sum(self._sizes), "loads of experts"
 
     def begin(self, step: Step) -> None:
         """See `StepHook.begin`."""
@@ -90,39 +97,46 @@ class ExpertLoads(StepHook):
 
     def gradients_ready(self, step: Step) -> None:
         """Sums the loads. A collective."""
-        sums = torch.zeros(sum(self._counts.values()) + 1, dtype=torch.int64, device=self._rank.device)
-        parts = dict(zip((*self._counts, ""), torch.split(sums, [*self._counts.values(), 1]), strict=True))
+        sums = torch.zeros(sum(self._sizes), dtype=torch.int64, device=self._rank.device)
+        loads, biases = self._split(sums)
         for name, layer in self._layers.items():
-            parts[name].copy_(layer.loads)
-        parts[""].fill_(self._sent_so_far() - self._sent)
+            loads[name].copy_(layer.loads)
+        for name in self._owned:
+            if name in biases:
+                bias = self._layers[name].router.bias
+                assert bias is not None, name
+                biases[name].copy_(bias.float().view(torch.int32))
+        sums[-1] = self._sent_so_far() - self._sent
         if self._rank.world_size > 1:
             dist.all_reduce(sums)
         found = sums.cpu()
-        *loads, sent = torch.split(found, [*self._counts.values(), 1])
-        self.loads = dict(zip(self._counts, loads, strict=True))
-        self.imbalance = max(float(load.max() * len(load) / load.sum().clamp(min=1)) for load in loads)
-        self.exchanged = int(sent)
+        self.loads, self._biases = self._split(found)
+        self.imbalance = max(float(load.max() * len(load) / load.sum().clamp(min=1)) for load in self.loads.values())
+        self.exchanged = int(found[-1])
+        self._due = self._every is not None and step.number % self._every == 0
+
+    @property
+    def recorded(self) -> tuple[list[list[int]] | None, list[list[float]] | None]:
+        """Of the last step, by layer: its loads, and the bias with which its router chose; None if they are not to be recorded."""
+        if not self._due:
+            return None, None
+        floats = {name: bits.int().view(torch.float32).tolist() for name, bits in self._biases.items()}
+        loads = [load.tolist() for load in self.loads.values()]
+        return loads, [floats.get(name, []) for name in self.loads] if floats else None
+
+    def _split(self, sums: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The loads by layer, and the bits of the biases."""
+        parts = torch.split(sums, self._sizes)
+        return (
+            dict(zip(self._counts, parts, strict=False)),
+            dict(zip(self._biased, parts[len(self._counts) : -1], strict=True)),
+        )
 
     @torch.no_grad()
     def updated(self, step: Step) -> None:
         """Moves the biases. Every rank that has a layer does the same."""
         for name, layer in self._layers.items():
             layer.move_bias(self.loads[name])
-        if self._every and step.number % self._every == 0:
-            self._record(step.number)
-
-    def _record(self, step: int) -> None:
-        routers = {name: self._layers[name].router.bias for name in self._owned}
-        own = {name: bias.tolist() for name, bias in routers.items() if bias is not None}
-        every = gather_json_on_first(own, self._rank.control) if self._apart else [own]
-        if self._say is None or every is None:
-            return
-        biases = {name: bias for of_rank in every for name, bias in of_rank.items()}
-        layers = {
-            name: {"loads": loads.tolist()} | ({"bias": biases[name]} if name in biases else {})
-            for name, loads in self.loads.items()
-        }
-        self._say("expert_loads", step=step, imbalance=self.imbalance, exchanged=self.exchanged, layers=layers)
 
     def _sent_so_far(self) -> int:
         return sum(exchange.sent for exchange in self._exchanges)

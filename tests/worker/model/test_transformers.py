@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from pydantic import ValidationError
 
 from raydist import registry
 from raydist.checkpoint import hub
@@ -90,6 +91,31 @@ def test_what_cannot_keep_documents_apart_says_so(config: dict[str, Any], why: s
     assert model(tokens).shape == (1, CONTEXT, VOCAB)
     with pytest.raises(UserError, match=f"data.pack: .*{why}"):
         model(tokens, documents=torch.zeros_like(tokens))
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (BLOOM, "it takes no position_ids"),
+        (MAMBA, "it takes no position_ids"),
+        ({"model_type": "xlstm"}, "it takes no attention_mask and no position_ids"),
+        (WINDOW, "its config has sliding_window, which a mask of documents replaces"),
+        ({"model_type": "mistral"}, "its config has sliding_window, which a mask of documents replaces"),
+        ({"model_type": "gemma3_text"}, "its config has sliding_window, which a mask of documents replaces"),
+        ({"model_type": "mistral", "sliding_window": None}, ""),
+        ({"model_type": "qwen2"}, ""),
+        ({"model_type": "gpt-sw3"}, ""),
+        (FALCON, ""),
+    ],
+)
+def test_what_the_source_shows_is_refused_with_the_spec(config: dict[str, Any], why: str) -> None:
+    """Before any worker starts, from the library's source: arguments, and windows of the config or of its class's defaults."""
+    if not why:
+        assert of(config, data={"source": "any", "pack": True}).data.pack
+        return
+    with pytest.raises(ValidationError, match=f"{config['model_type']} of transformers does not, {why}"):
+        of(config, data={"source": "any", "pack": True})
+    assert not of(config).data.pack
 
 
 def test_a_model_that_mixes_documents_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
