@@ -168,7 +168,8 @@ class Window:
     ) -> None:
         self._end, self._warm_at = end, warm_at
         self._stores = stores or {}
-        self.steps, self.events, self.fresh, self.lows = steps or Steps(), events, fresh, lows
+        self.steps = Steps() if steps is None else steps
+        self.events, self.fresh, self.lows = events, fresh, lows
         self.spec = spec or {}
         self._cuts: dict[tuple[str, str], Array] = {}
         self._places: dict[str, Any] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -44,12 +45,16 @@ class ExpertLoads(StepHook):
         for number, of_rank in enumerate(gather_json(own, rank.control)):
             known |= of_rank
             owners = dict.fromkeys(of_rank, number) | owners
-        self._owned = [name for name in self._layers if owners[name] == rank.rank]
+        self._owned = {name for name in self._layers if owners[name] == rank.rank}
         """The layers of which this rank is the first."""
         self._counts = {name: known[name][0] for name in sorted(known, key=_in_order)}
         self._biased = [name for name in self._counts if every is not None and known[name][1]]
         """The layers whose bias is recorded."""
-        self._sizes = [*self._counts.values(), *(self._counts[name] for name in self._biased), 1]
+        self._experts = sum(self._counts.values())
+        self._zeros = {
+            n: torch.zeros(count, dtype=torch.int64, device=rank.device) for n, count in self._counts.items()
+        }
+        self._none = torch.zeros(1, dtype=torch.int64, device=rank.device)
         if say is not None and self._counts:
             say("experts", layers=self._counts)
         for layer in self._layers.values():
@@ -60,8 +65,8 @@ class ExpertLoads(StepHook):
         self._sent = 0
         self.loads: dict[str, torch.Tensor] = {}
         """Layer -> tokens of each expert in the last step, of all ranks; int64 [E] on the host."""
-        self._biases: dict[str, torch.Tensor] = {}
-        """Layer -> the bits of the bias with which its router chose in the last step; int64 [E] on the host."""
+        self._found = self._none
+        """Of the last step, on the host: the loads of all layers, the bits of their biases, and what was sent."""
         self._due = False
         self.imbalance: float | None = None
         self.exchanged: int | None = None
@@ -74,7 +79,7 @@ class ExpertLoads(StepHook):
     @property
     def message(self) -> tuple[str, int, str]:
         """For traces: see MESSAGES in worker/step.py."""
-        return "all_reduce", sum(self._sizes), "loads of experts"
+        return "all_reduce", self._experts + sum(self._counts[name] for name in self._biased) + 1, "loads of experts"
 
     def begin(self, step: Step) -> None:
         """See `StepHook.begin`."""
@@ -97,20 +102,13 @@ class ExpertLoads(StepHook):
 
     def gradients_ready(self, step: Step) -> None:
         """Sums the loads. A collective."""
-        sums = torch.zeros(sum(self._sizes), dtype=torch.int64, device=self._rank.device)
-        loads, biases = self._split(sums)
-        for name, layer in self._layers.items():
-            loads[name].copy_(layer.loads)
-        for name in self._owned:
-            if name in biases:
-                bias = self._layers[name].router.bias
-                assert bias is not None, name
-                biases[name].copy_(bias.float().view(torch.int32))
+        loads = [self._layers[name].loads if name in self._layers else zero for name, zero in self._zeros.items()]
+        sums = torch.cat([*loads, *map(self._bits, self._biased), self._none])
         sums[-1] = self._sent_so_far() - self._sent
         if self._rank.world_size > 1:
             dist.all_reduce(sums)
-        found = sums.cpu()
-        self.loads, self._biases = self._split(found)
+        self._found = found = sums.cpu()
+        self.loads = dict(zip(self._counts, torch.split(found[: self._experts], [*self._counts.values()]), strict=True))
         self.imbalance = max(float(load.max() * len(load) / load.sum().clamp(min=1)) for load in self.loads.values())
         self.exchanged = int(found[-1])
         self._due = self._every is not None and step.number % self._every == 0
@@ -120,17 +118,19 @@ class ExpertLoads(StepHook):
         """Of the last step, by layer: its loads, and the bias with which its router chose; None if they are not to be recorded."""
         if not self._due:
             return None, None
-        floats = {name: bits.int().view(torch.float32).tolist() for name, bits in self._biases.items()}
-        loads = [load.tolist() for load in self.loads.values()]
-        return loads, [floats.get(name, []) for name in self.loads] if floats else None
+        loads = iter(self._found.tolist())
+        floats = iter(self._found[self._experts : -1].int().view(torch.float32).tolist())
+        counts = self._counts.items()
+        biases = [[*islice(floats, count if name in self._biased else 0)] for name, count in counts]
+        return [[*islice(loads, count)] for _, count in counts], biases if self._biased else None
 
-    def _split(self, sums: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The loads by layer, and the bits of the biases."""
-        parts = torch.split(sums, self._sizes)
-        return (
-            dict(zip(self._counts, parts, strict=False)),
-            dict(zip(self._biased, parts[len(self._counts) : -1], strict=True)),
-        )
+    def _bits(self, name: str) -> torch.Tensor:
+        """Of the bias of a layer, of which another rank is the first: zeros."""
+        if name not in self._owned:
+            return self._zeros[name]
+        bias = self._layers[name].router.bias
+        assert bias is not None, name
+        return bias.float().view(torch.int32)
 
     @torch.no_grad()
     def updated(self, step: Step) -> None:

@@ -100,8 +100,9 @@ def test_any_mesh(ranks: Any, dataset: str, unpadded: Run, tmp_path: Path) -> No
 
 def test_experts_do_not_count_padding(ranks: Any, dataset: str, tmp_path: Path) -> None:
     """A model with experts, a bias that follows their loads and a balance loss: on dp 2, with experts on both ranks, and in a
-    tensor group, the losses of one process without padding, and the same loads in each step: two experts of each token, in each of
-    two layers. Each step's biases are those before it, moved by its loads, also across the restarts."""
+    tensor group, the losses of one process without padding, and its loads in each step: two experts of each token. Of a token
+    whose experts are nearly as good, rounding may choose another one. Each step's biases are those before it, moved by its loads,
+    also across the restarts."""
     sparse = {**PLAIN, "name": "tests.sparse:build", "options": {"bias_rate": 0.01, "balance": 0.05}}
     alone = run_of(ranks, dataset, tmp_path / "alone", "ddp", ALONE, sparse)
     assert alone.train(1) == "finished"
@@ -109,14 +110,13 @@ def test_experts_do_not_count_padding(ranks: Any, dataset: str, tmp_path: Path) 
     for until, made.mesh in ((5, {}), (9, {"expert": 2}), (STEPS, {"tensor": 2})):
         made.train(2, until)
     assert_equal(made, alone)
-    rows = made.rows()
-    names = ("expert_imbalance", "expert_loads", "expert_bias")
-    assert [[row[name] for name in names] for row in rows] == [[row[name] for name in names] for row in alone.rows()]
-    bias = torch.zeros(2, 8)
-    for row in rows:
+    assert [row["expert_imbalance"] for row in made.rows()] == [row["expert_imbalance"] for row in alone.rows()]
+    bias = torch.zeros(1, 8)
+    for row, whole in zip(made.rows(), alone.rows(), strict=True):
         assert row["expert_bias"] == bias.tolist()
         loads = torch.tensor(row["expert_loads"])
-        assert loads.sum(1).tolist() == [2 * row["tokens"]] * 2
+        assert loads.sum(1).tolist() == [2 * row["tokens"]]
+        assert (loads - torch.tensor(whole["expert_loads"])).abs().sum(1).max() <= 2, "one token"
         bias += 0.01 * torch.sign(loads.double().mean(1, keepdim=True) - loads).float()
 
 
