@@ -27,6 +27,7 @@ UNSENT_RECORDS, UNSENT_EVENTS = 10_000, 1000
 """The most that a checkpoint contains: about 5 MB of its manifest."""
 NUMBERS = 1 << 21
 """Most loads and biases of experts that are buffered, about 64 MB: older steps are sent without theirs."""
+_NO_LISTS = dict.fromkeys(LISTS)
 FIGURES = 4
 """Most large events (records.EXPORTED_ONLY) that are buffered. They are sent once, and not repeated after an error."""
 
@@ -39,8 +40,8 @@ class Reporter:
         self._records: deque[dict[str, Any]] = deque(maxlen=CAPACITY)
         self._events: deque[dict[str, Any]] = deque(maxlen=CAPACITY)
         self._figures: deque[dict[str, Any]] = deque(maxlen=FIGURES)
-        self._numbers = 0
-        """Of the newest step with loads."""
+        self._large = CAPACITY
+        """The newest so many steps are buffered with their loads."""
         self._sent: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []
         """Records and events of a push that was not answered yet."""
         self._wake = threading.Event()
@@ -60,10 +61,10 @@ class Reporter:
         """Records a completed step."""
         row = record.to_dict()
         self._records.append(row)
-        self._numbers = numbers(row) or self._numbers
-        if self._numbers:
-            with suppress(IndexError):  # not so many are waiting
-                self._records[-1 - max(NUMBERS // self._numbers, 1)].update(dict.fromkeys(LISTS))
+        if size := numbers(row):
+            self._large = max(NUMBERS // size, 1)
+        with suppress(IndexError):  # not so many are waiting
+            self._records[-1 - self._large].update(_NO_LISTS)
 
     def event(self, event: Event) -> None:
         """Records an event. It is sent at once."""
@@ -107,7 +108,7 @@ class Reporter:
         if self.flush():
             return {}
         records, events = ([*sent, *left] for sent, left in zip(self._sent, (self._records, self._events), strict=True))
-        records = [record | dict.fromkeys(LISTS) for record in records if record["step"] <= step][-UNSENT_RECORDS:]
+        records = [record | _NO_LISTS for record in records if record["step"] <= step][-UNSENT_RECORDS:]
         events = json.loads(json.dumps(events[-UNSENT_EVENTS:], default=str))  # plain, as in the log
         return {UNSENT: {"records": records, "events": events}} if records or events else {}
 
@@ -136,6 +137,8 @@ class Reporter:
                 answer = self._push(records, events + _take(self._figures)) or {}
             except Exception:
                 # Back before newer data; the next round tries again.
+                for row in records[: max(len(records) + len(self._records) - self._large, 0)]:
+                    row.update(_NO_LISTS)
                 _restore(self._records, records)
                 _restore(self._events, events)
                 return False
