@@ -42,11 +42,13 @@ def known_not_to_pack(config: Mapping[str, Any]) -> str:
     forward = next((_arguments(c) for c in _classes(f"{module}/modeling_{module}.py") if c.name == known[kind]), None)
     if forward is None:  # inherited, or in another file
         return ""
+    inner = config.get("text_config")
+    given = inner if isinstance(inner, Mapping) else config
     defaults: dict[str, Any] = {}
     for each in map(_values, _classes(f"{module}/configuration_{module}.py")):
-        if each.get("model_type") == kind:
+        if each.get("model_type") == given.get("model_type", kind):
             defaults = each
-    return cannot_pack(forward, lambda key: config.get(key, defaults.get(key)))
+    return cannot_pack(forward, lambda key: given.get(key, defaults.get(key)))
 
 
 def _models_folder() -> Path | None:

@@ -102,6 +102,10 @@ def test_what_cannot_keep_documents_apart_says_so(config: dict[str, Any], why: s
         (WINDOW, "its config has sliding_window, which a mask of documents replaces"),
         ({"model_type": "mistral"}, "its config has sliding_window, which a mask of documents replaces"),
         ({"model_type": "gemma3_text"}, "its config has sliding_window, which a mask of documents replaces"),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            "its config has sliding_window, which a mask of documents replaces",
+        ),
         ({"model_type": "mistral", "sliding_window": None}, ""),
         ({"model_type": "qwen2"}, ""),
         ({"model_type": "gpt-sw3"}, ""),
