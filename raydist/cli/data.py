@@ -9,7 +9,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -106,6 +106,14 @@ def show(
             show_default=False,
         ),
     ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of the --job, such as RUN/spec.yaml: the files of this step's global batch, and how its samples begin.",
+            show_default=False,
+        ),
+    ] = None,
     document: Annotated[
         int | None,
         typer.Option(
@@ -126,8 +134,11 @@ def show(
     if document is None and found.chat is not None:
         document = 0
     parts = _document(dataset, cast("Split", split), document) if document is not None else None
-    counted = _padding(dataset, job) if job is not None else None
-    _print(dataset, found, as_json, counted, parts)
+    if step is not None and job is None:
+        raise UsageError("--step: of which job?", "give --job, such as RUN/spec.yaml")
+    counted = _padding(dataset, job) if job is not None and step is None else None
+    batch = _batch(dataset, job, step) if job is not None and step is not None else None
+    _print(dataset, found, as_json, counted, parts, batch)
 
 
 def _document(uri: str, name: Split, number: int) -> list[tuple[str, bool]]:
@@ -162,6 +173,8 @@ def _show_document(parts: list[tuple[str, bool]]) -> None:
 
 
 _STEPS = 100
+_BEGIN = 40
+"""Tokens of a sample that are printed."""
 
 
 def _padding(dataset: str, path: Path) -> tuple[Padding, list[str]]:
@@ -180,12 +193,34 @@ def _padding(dataset: str, path: Path) -> tuple[Padding, list[str]]:
     return padding(samples, batches, job.cluster.most // job.parallel.replica, _STEPS), samples.notes()
 
 
+def _batch(uri: str, path: Path, step: int) -> dict[str, Any]:
+    """The global batch of a step. Raises UserError."""
+    from raydist.data.batches import samples_hash
+    from raydist.data.dataset import TokenDataset
+    from raydist.data.samples import batches_of, training_samples
+    from raydist.data.sequences import Sequences
+    from raydist.spec import load
+
+    job, dataset = load(path), TokenDataset(uri)
+    samples = training_samples(job, dataset)
+    batches = batches_of(job, samples, dataset.fingerprint)
+    ids = batches.ids(batches.at_step(step - 1))
+    lengths = samples.lengths(ids).tolist() if isinstance(samples, Sequences) else [_BEGIN] * len(ids)
+    shown = []
+    for at, length in enumerate(lengths):
+        row = samples.batch(ids[at : at + 1])[0][0, : min(length, _BEGIN)]
+        shown.append({"id": int(ids[at]), "begins": printable(dataset.tokenizer.decode(row))})
+    files = [redact(file) for file in samples.files(ids)]
+    return {"step": step, "samples_hash": samples_hash(ids), "files": files, "samples": shown}
+
+
 def _print(
     uri: str,
     index: DatasetIndex,
     as_json: bool,
     counted: tuple[Padding, list[str]] | None = None,
     document: list[tuple[str, bool]] | None = None,
+    batch: dict[str, Any] | None = None,
 ) -> None:
     from raydist.api.tasks import dataset_facts
 
@@ -195,6 +230,8 @@ def _print(
     if counted is not None:
         found, notes = counted
         facts["padding"] = {"share": found.share, "notes": notes, **asdict(found)}
+    if batch is not None:
+        facts["batch"] = batch
     if as_json:
         print(json.dumps(facts))
         return
@@ -213,6 +250,12 @@ def _print(
         print(f"  loss on    {'what the assistant says' if index.chat.loss_on == 'completions' else 'all tokens'}")
     if counted is not None:
         _print_padding(*counted)
+    if batch is not None:
+        print(
+            f"  batch      of step {batch['step']}, samples_hash {batch['samples_hash']}, in {', '.join(batch['files'])}"
+        )
+        for one in batch["samples"]:
+            print(f"  {one['id']:>9}  {' '.join(one['begins'].split())}")
     if document is not None:
         print()
         _show_document(document)

@@ -19,7 +19,8 @@ from raydist.diagnosis._history import Lows
 from raydist.diagnosis._loads import Loads
 from raydist.records import LISTS, Event
 from raydist.run.log import FIELDS, SINGLE
-from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES
+from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES, is_total
+from raydist.spec.script import SESSION
 
 BIN_S = 3.0
 BINS = 60
@@ -38,10 +39,6 @@ Key = Any
 """A rank; a node's address; (node, GPU)."""
 
 
-def _totals(columns: Sequence[str]) -> frozenset[str]:
-    return frozenset(name for name in columns if " total " in f" {COLUMNS[name][1]}")
-
-
 class Store:
     """The newest BINS bins of all rows of one kind. A row costs a few microseconds; a bin keeps its latest row.
 
@@ -49,7 +46,7 @@ class Store:
     """
 
     def __init__(self, columns: Sequence[str]) -> None:
-        self.totals = _totals([name for name in columns if name != "at"])
+        self.totals = frozenset(filter(is_total, columns))
         self._texts = tuple(name for name in columns if str(COLUMNS[name][0]) == "string")
         self._numbers = tuple(name for name in columns if name not in self._texts)
         self.order = [*self._numbers, *self._texts]
@@ -193,10 +190,11 @@ class Window:
         """The newest text of a column, "" if there was none."""
         return self._stores[kind].texts[key].get(column, "")
 
-    def culprit(self, rank: int) -> dict[str, Any]:
-        """Rank, host, node and, if it has one, GPU."""
-        row = self.who("rank", rank)
-        return {"rank": rank, **{name: row[name] for name in ("host", "node", "gpu") if row.get(name) is not None}}
+    def culprit(self, rank: int | None) -> dict[str, Any]:
+        """Rank, and its host, node and GPU, as far as they are known; {} for None."""
+        row = self._stores["rank"].who.get(rank, {}) if "rank" in self._stores else {}
+        who = {name: row[name] for name in ("host", "node", "gpu") if row.get(name) is not None}
+        return {} if rank is None else {"rank": rank, **who}
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A field of the job by its dotted name."""
@@ -206,6 +204,11 @@ class Window:
                 return default
             found = found[part]
         return found
+
+    @property
+    def of_script(self) -> bool:
+        """Whether it is a script's own loop (raydist/own): the engine names the session's arguments instead of a job's fields."""
+        return bool(self.setting("model.name") == SESSION)
 
     @cached_property
     def _by_kind(self) -> dict[str, list[Event]]:
