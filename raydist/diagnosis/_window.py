@@ -103,8 +103,7 @@ class Steps:
     """The newest STEPS rows of the steps' table, one per step, as arrays by column; those that a restart voided are left out.
 
     `cache`: what rules derive from them; emptied by each new step. `first_loss`: the first one that was known, NaN before;
-    `new`: how many rules have not seen yet. `loads`: the tokens of experts.
-    """
+    `new`: how many rules have not seen yet. `loads`: the tokens of experts."""
 
     def __init__(self) -> None:
         self.first_loss, self.new = float("nan"), 0
@@ -165,8 +164,7 @@ class Window:
     ) -> None:
         self._end, self._warm_at = end, warm_at
         self._stores = stores or {}
-        self.steps = Steps() if steps is None else steps
-        self.events, self.fresh, self.lows = events, fresh, lows
+        self.steps, self.events, self.fresh, self.lows = Steps() if steps is None else steps, events, fresh, lows
         self.spec = spec or {}
         self._cuts: dict[tuple[str, str], Array] = {}
         self._places: dict[str, Any] = {}
