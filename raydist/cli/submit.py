@@ -285,7 +285,7 @@ def _drive(
 ) -> None:
     """Submits the command, and submits it again if its driver dies, up to `retries` times, then without the options in `once`.
     `last`: the words after all options."""
-    from raydist.run.status import LOST_AFTER_S
+    from raydist.run.driver_process import LOST_AFTER_S
 
     job = _start(url, shlex.join(words + once + last), package)
     if no_wait:

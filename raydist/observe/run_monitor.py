@@ -31,8 +31,9 @@ from raydist.records import EXPORTED_ONLY, Event, Status
 from raydist.redact import redact, remember
 from raydist.run import requests
 from raydist.run.directory import RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.log_writer import RunLog
-from raydist.run.status import last_word, this_process, write_state
+from raydist.run.status import last_word, write_state
 from raydist.run.telemetry_log import TelemetryLog
 
 INTERVAL_S = 2.0
