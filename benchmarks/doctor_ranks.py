@@ -152,7 +152,11 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
         process.start()
     rows: list[Any] = []
     monitor = NodeMonitor(
-        run.uri, "127.0.0.1", SimpleNamespace(observe=SimpleNamespace(remote=rows.extend)), 1.0, str(folder)
+        run.uri,
+        "127.0.0.1",
+        SimpleNamespace(observe=SimpleNamespace(remote=lambda new, sent: rows.extend(new))),
+        1.0,
+        str(folder),
     )
     monitor._send = lambda wait_s=0.0: (
         rows.extend(r for read in monitor._unsent for r in read),
