@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydist.diagnosis._history import Lows
-from raydist.records import Event
-from raydist.run.log import FIELDS
-from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES
+from raydist.diagnosis._loads import Loads
+from raydist.records import LISTS, Event
+from raydist.run.log import FIELDS, SINGLE
+from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES, is_total
+from raydist.spec.script import SESSION
 
 BIN_S = 3.0
 BINS = 60
@@ -37,10 +39,6 @@ Key = Any
 """A rank; a node's address; (node, GPU)."""
 
 
-def _totals(columns: Sequence[str]) -> frozenset[str]:
-    return frozenset(name for name in columns if " total " in f" {COLUMNS[name][1]}")
-
-
 class Store:
     """The newest BINS bins of all rows of one kind. A row costs a few microseconds; a bin keeps its latest row.
 
@@ -48,7 +46,7 @@ class Store:
     """
 
     def __init__(self, columns: Sequence[str]) -> None:
-        self.totals = _totals([name for name in columns if name != "at"])
+        self.totals = frozenset(filter(is_total, columns))
         self._texts = tuple(name for name in columns if str(COLUMNS[name][0]) == "string")
         self._numbers = tuple(name for name in columns if name not in self._texts)
         self.order = [*self._numbers, *self._texts]
@@ -105,13 +103,14 @@ class Steps:
     """The newest STEPS rows of the steps' table, one per step, as arrays by column; those that a restart voided are left out.
 
     `cache`: what rules derive from them; emptied by each new step. `first_loss`: the first one that was known, NaN before;
-    `new`: how many rules have not seen yet.
+    `new`: how many rules have not seen yet. `loads`: the tokens of experts.
     """
 
     def __init__(self) -> None:
         self.first_loss, self.new = float("nan"), 0
-        self._columns = {name: i for i, (name, (kind, _)) in enumerate(FIELDS.items()) if str(kind) != "string"}
-        self._values = np.full((2 * STEPS, len(FIELDS)), np.nan)
+        self.loads = Loads()
+        self._columns = {name: i for i, name in enumerate(SINGLE) if str(FIELDS[name][0]) != "string"}
+        self._values = np.full((2 * STEPS, len(SINGLE)), np.nan)
         self._rows: list[Row] = []
         self.cache: dict[str, Any] = {}
 
@@ -128,7 +127,8 @@ class Steps:
             values[i] = np.nan if value is None else value
         if np.isnan(self.first_loss) and row.get("loss") is not None:
             self.first_loss = row["loss"]
-        self._rows.append(row)
+        self._rows.append({name: value for name, value in row.items() if name not in LISTS})
+        self.loads.step(row)
         self.new += 1
         self.cache.clear()
 
@@ -165,7 +165,8 @@ class Window:
     ) -> None:
         self._end, self._warm_at = end, warm_at
         self._stores = stores or {}
-        self.steps, self.events, self.fresh, self.lows = steps or Steps(), events, fresh, lows
+        self.steps = Steps() if steps is None else steps
+        self.events, self.fresh, self.lows = events, fresh, lows
         self.spec = spec or {}
         self._cuts: dict[tuple[str, str], Array] = {}
         self._places: dict[str, Any] = {}
@@ -189,10 +190,11 @@ class Window:
         """The newest text of a column, "" if there was none."""
         return self._stores[kind].texts[key].get(column, "")
 
-    def culprit(self, rank: int) -> dict[str, Any]:
-        """Rank, host, node and, if it has one, GPU."""
-        row = self.who("rank", rank)
-        return {"rank": rank, **{name: row[name] for name in ("host", "node", "gpu") if row.get(name) is not None}}
+    def culprit(self, rank: int | None) -> dict[str, Any]:
+        """Rank, and its host, node and GPU, as far as they are known; {} for None."""
+        row = self._stores["rank"].who.get(rank, {}) if "rank" in self._stores else {}
+        who = {name: row[name] for name in ("host", "node", "gpu") if row.get(name) is not None}
+        return {} if rank is None else {"rank": rank, **who}
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A field of the job by its dotted name."""
@@ -202,6 +204,11 @@ class Window:
                 return default
             found = found[part]
         return found
+
+    @property
+    def of_script(self) -> bool:
+        """Whether it is a script's own loop (raydist/own): the engine names the session's arguments instead of a job's fields."""
+        return bool(self.setting("model.name") == SESSION)
 
     @cached_property
     def _by_kind(self) -> dict[str, list[Event]]:

@@ -9,7 +9,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from raydist import registry
 from raydist.faults.base import AtPhase, Fault
+from raydist.run.telemetry_schema import GPU, NODE, RANK
 from raydist.spec.parts import problem
 
 
@@ -36,6 +38,27 @@ class CpuQuota(AtPhase):
     fault: Literal["cpu_quota"] = "cpu_quota"
     seconds: float = Field(30, gt=0, description="Duration.")
     cpus: float = Field(0.2, ge=0.01, description="Processors that the rank may use.")
+
+
+class Reading(Fault):
+    """Telemetry has another reading of the rank, its node or its GPU than there is; without a GPU, readings of one."""
+
+    fault: Literal["reading"] = "reading"
+    column: str = Field(description="A column of telemetry (docs/reference/observe.md).")
+    value: float | str = Field(
+        description="What is read instead; of a total, what is added to it each second, whole numbers where it has those."
+    )
+    seconds: float = Field(30, gt=0, description="Duration.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Reading:
+        columns = {**RANK, **NODE, **GPU}
+        if self.column not in columns:
+            raise problem("column", self.column, "is not a column", registry.did_you_mean(self.column, list(columns)))
+        text = str(columns[self.column][0]) == "string"
+        if text != isinstance(self.value, str):
+            raise problem("value", self.value, f"does not fit {self.column}", f"give {'text' if text else 'a number'}")
+        return self
 
 
 class NoDescriptors(AtPhase):

@@ -24,9 +24,10 @@ from raydist.private_files import is_private_folder, make_private_folder
 SHM = Path("/dev/shm")
 STALE_S = 600.0
 """Mailboxes not written for this long, whose ranks have exited, belong to runs whose processes were all killed."""
-PRIVATE = ("pid", "gpu_uuid", "monotonic")
-"""Columns of a row in addition to those of raydist.run.telemetry_schema: the rank's pid, torch's UUID of its GPU, and the host's
-monotonic clock."""
+INJECTED = "injected"
+PRIVATE = ("pid", "gpu_uuid", "monotonic", INJECTED)
+"""Columns of a row in addition to those of raydist.run.telemetry_schema: the rank's pid, torch's UUID of its GPU, the host's
+monotonic clock, and what the fault `reading` says."""
 
 
 def folder(run_uri: str) -> Path:

@@ -135,6 +135,8 @@ class Launched:
         self._here.telemetry.sources.append(self._meter.read)
         if self._injector:
             self._injector.attach(model)
+            self._injector.attach_optimizer(optimizer)
+            self._here.telemetry.sources.append(self._injector.readings.read)
         self._here.startup.done("build")
 
     def loaded(self) -> None:

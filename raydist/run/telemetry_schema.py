@@ -135,6 +135,12 @@ GPU: dict[str, tuple[pa.DataType, str]] = {
 
 COLUMNS: dict[str, tuple[pa.DataType, str]] = {**WHO, **RANK, **NODE, **GPU}
 
+
+def is_total(column: str) -> bool:
+    """Whether it is a counter."""
+    return " total " in f" {COLUMNS[column][1]}"
+
+
 SCHEMA = pa.schema(
     [pa.field(name, kind, metadata={"description": text}) for name, (kind, text) in COLUMNS.items()],
     metadata={"raydist.schema_version": str(SCHEMA_VERSION)},

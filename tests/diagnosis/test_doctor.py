@@ -384,14 +384,23 @@ def test_evaluation_and_storage_are_judged_from_events() -> None:
     ],
 )
 def test_an_uneven_router_is_named_where_it_does_not_even_out(shares: list[float], named: bool) -> None:
-    """`shares`: tokens of the first of two ranks, in each event."""
+    """`shares`: tokens of the first of two ranks, in every tenth step; in those between, the second has all. The same in events of
+    an earlier version."""
+    loads = [[[int(s * 500), int(s * 500), 1000 - 2 * int(s * 500), 0]] for s in shares]
+    names = Event("experts", T, {"layers": {"blocks.0.mlp": 4}})
+    count = 10 * len(shares) - 9
+    trained = [
+        row | {"expert_loads": loads[row["step"] // 10] if row["step"] % 10 == 0 else [[0, 0, 500, 500]]}
+        for row in steps([3.0] * count, [1.0] * count, first=0)
+    ]
     events = [
-        Event("expert_loads", T + i, {"step": i, "layers": {"blocks.0.mlp": {"loads": [s * 500, s * 500, 1000 - s * 1000, 0]}}})
-        for i, s in enumerate(shares)
-    ]  # fmt: skip
-    found = list(Diagnosis(spec={"parallel": {"expert": 2}}).observe([], [], events))
-    told_of = [one.culprit for one in found if one.rule == "expert_imbalance"]
-    assert told_of == ([{"parameter": "blocks.0.mlp", "expert_rank": 0}] if named else [])
+        Event("expert_loads", T + i, {"step": 10 * i, "layers": {"blocks.0.mlp": {"loads": made[0], "bias": None}}})
+        for i, made in enumerate(loads)
+    ]
+    for made, told in ((trained, [names]), ([], events)):
+        found = list(Diagnosis(spec={"parallel": {"expert": 2}}).observe([], made, told))
+        told_of = [one.culprit for one in found if one.rule == "expert_imbalance"]
+        assert told_of == ([{"parameter": "blocks.0.mlp", "expert_rank": 0}] if named else [])
 
 
 def test_a_layer_that_learns_nothing_or_too_much() -> None:
@@ -420,6 +429,40 @@ def test_a_layer_that_learns_nothing_or_too_much() -> None:
     assert found(lambda i: 1e-3 * 0.3**i, lambda i: 1e-3 * 0.3**i) == []
     assert found(lambda i: 0.0) == []
     assert found(lambda i: 1e-3 if i % 3 else 1e-7) == []
+
+
+@pytest.mark.parametrize(
+    ("held_out", "trained", "of_pass", "named"),
+    [
+        (
+            lambda step: max(3 - step / 500, 2.0),
+            lambda step: 3 - step / 400,
+            100,
+            True,
+        ),  # stands still from step 500 on
+        (lambda step: 3 - step / 500, lambda step: 3 - step / 400, 100, False),  # still falls
+        (lambda step: 2.0, lambda step: 2.0, 100, False),  # has converged
+        (lambda step: max(3 - step / 500, 2.0), lambda step: 3 - step / 400, 200, False),  # in the fourth pass
+        (lambda step: max(3 - step / 500, 2.0), lambda step: 3 - step / 400, None, False),  # of an earlier version
+    ],
+)
+def test_tokens_are_repeated_more_than_helps(
+    held_out: Callable[[int], float], trained: Callable[[int], float], of_pass: int | None, named: bool
+) -> None:
+    """After 7.5 passes of 100 steps, or 3.75 of 200; evaluated each 25 steps."""
+    start = {"attempt": 1, "step": 1, "seconds": 1.0, "stages": {}, "repeated_steps": 0, "steps_per_epoch": of_pass}
+    diagnosis, found = Diagnosis(), []
+    found += diagnosis.observe([], [], [Event("first_step", T, start)])
+    for step in range(1, 751):
+        row = {"step": step, "loss": trained(step), "grad_norm": 1.0, "seconds": 0.1, "tokens": 9, "lr": 1e-3}
+        evals = (
+            [Event("eval", T + 0.1 * step, {"step": step, "loss": held_out(step), "tokens": 9})]
+            if step % 25 == 0
+            else []
+        )
+        found += diagnosis.observe([], [row], evals)
+    told_of = [(one.rule, one.culprit["setting"]) for one in found if one.state == "new"]
+    assert told_of == ([("repeated_tokens", "train.steps")] if named else [])
 
 
 def test_uneven_stages_of_a_pipeline() -> None:

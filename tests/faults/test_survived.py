@@ -40,6 +40,7 @@ from raydist.faults import (
     KillMonitor,
     KillProcess,
     Leak,
+    LearningRate,
     LossSpike,
     MemoryHog,
     NoDescriptors,
@@ -49,7 +50,9 @@ from raydist.faults import (
     OutOfMemory,
     Pause,
     Raise,
+    Reading,
     ReadOnly,
+    ScaleGradient,
     Segfault,
     SkipCollective,
     SlowData,
@@ -112,6 +115,9 @@ HICCUPS: list[Fault] = [
     Garbage(rank=1, step=34, objects=1000),
     Leak(rank=1, step=35, steps=3),
     SlowRank(rank=0, step=35, seconds=0.05, steps=2),
+    ScaleGradient(step=24, factor=1.0),
+    LearningRate(step=25, factor=1.0),
+    Reading(rank=1, step=36, column="gpu_pcie_width", value=4),
     KillProcess(rank=0, step=51, process="monitor", lack_of_memory=True),
 ]
 """Faults after which the attempt continues."""

@@ -17,7 +17,7 @@ from raydist.ipc import mailbox
 from raydist.ipc.mailbox import Mailbox
 from raydist.observe import node_monitor
 from raydist.observe.hardware.nvml import Gpus, Reading
-from raydist.observe.node_monitor import NodeMonitor, place, shared
+from raydist.observe.node_monitor import NodeMonitor, inject, place, shared
 from raydist.run import telemetry_schema
 from tests.nvml import FakeGpu, FakeNvml
 
@@ -83,6 +83,36 @@ def test_rows_of_a_node(
     assert {(row["host"], row["node"]) for row in rows} == {(of_node["host"], "127.0.0.1")}
     assert all(abs(row["at"] - time.time()) < 60 for row in (of_node, gpu0, gpu1))
     assert {name for row in rows for name in row} <= telemetry_schema.COLUMNS.keys()
+    assert pa.Table.from_pylist(rows, telemetry_schema.SCHEMA).num_rows == 5
+
+
+def test_readings_of_a_fault() -> None:
+    """Of a rank, its node and its GPU: a total grows by them, another column has them. A rank without a GPU gets one with what was
+    asked for alone; columns of whole numbers stay so."""
+    who = {"at": 1.0, "host": "h", "node": "n"}
+    rows: list[dict[str, Any]] = [
+        {**who, "kind": "node", "nic_out_bytes": 70},
+        {**who, "kind": "gpu", "gpu": 3, "rank": 0, "gpu_pcie_width": 16, "gpu_ecc_errors": 1},
+        {**who, "kind": "rank", "rank": 0, "gpu": 3, "inactive_bytes": 5},
+        {**who, "kind": "rank", "rank": 1},
+    ]
+    asked = {
+        "nic_out_bytes": 30.6,
+        "gpu_pcie_width": 4.0,
+        "gpu_ecc_errors": 2.0,
+        "inactive_bytes": 9.0,
+        "rdma_out_bytes": 1.0,
+    }
+    inject(rows, 0, 3, asked, who)
+    inject(rows, 1, 1, {"gpu_throttle": "thermal"}, who)
+    inject(rows, 2, 2, {"major_faults_count": 7.0}, who)  # a rank without a new row
+    assert rows == [
+        {**who, "kind": "node", "nic_out_bytes": 100, "rdma_out_bytes": 1},
+        {**who, "kind": "gpu", "gpu": 3, "rank": 0, "gpu_pcie_width": 4, "gpu_ecc_errors": 3},
+        {**who, "kind": "rank", "rank": 0, "gpu": 3, "inactive_bytes": 9},
+        {**who, "kind": "rank", "rank": 1, "gpu": 1},
+        {**who, "kind": "gpu", "gpu": 1, "rank": 1, "gpu_throttle": "thermal"},
+    ]
     assert pa.Table.from_pylist(rows, telemetry_schema.SCHEMA).num_rows == 5
 
 

@@ -36,6 +36,7 @@ from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.faults import InjectedError, host_pressure, links, numbers, run_processes
 from raydist.worker.faults.faulty_storage import Illness, ill_storage
+from raydist.worker.faults.readings import Readings
 
 _WAIT_S = 60.0
 """The time to wait for the driver to inject a fault, and for the commit of a checkpoint to damage."""
@@ -71,9 +72,11 @@ class Injector:
         self._passed: set[str] = set()
         self._model: nn.Module | None = None
         self._numbers = numbers.Numbers()
-        self._slow: list[tuple[int, float]] = []
-        """(last step, seconds) of slow ranks."""
-        self._slept = 0
+        self._slow: list[tuple[int, float, str]] = []
+        """(last step, seconds, phase) of slow ranks."""
+        self._entered: tuple[int, set[str]] = (0, set())
+        """A step, and its phases so far."""
+        self.readings = Readings()
         self._lasting: threading.Thread | None = None
         """Ends with the lack of descriptors or processes, in which no note can be written."""
         self._slow_data: list[tuple[int, float]] = []
@@ -94,6 +97,10 @@ class Injector:
         """Registers the model, for faults in its numbers."""
         self._model = model
         self._numbers.attach(model, [fault for _, fault in self._due])
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Registers the optimizer, for faults in its updates."""
+        self._numbers.attach_optimizer(optimizer, [fault for _, fault in self._due])
 
     def data(self, batches: Batches, made: Callable[[StepBatch], StepBatch]) -> Callable[[StepBatch], StepBatch]:
         """Wraps `made`, which the loader's thread calls, with faults: it may sleep, or block forever."""
@@ -116,6 +123,8 @@ class Injector:
     def _reached(self, step: int, phase: str) -> None:
         if phase == "data":
             self._numbers.step(step)
+        if step != self._entered[0]:
+            self._entered = step, set()
         for name, fault in self._due:
             here = fault.step == step and fault.at == phase and name not in self._passed
             if here and not isinstance(fault, faults.SlowData | faults.StuckData):
@@ -124,9 +133,12 @@ class Injector:
                     self._skip(name, fault)
                 elif (note := self._claim(name, fault)) is not None:
                     self._do(fault, note)
-        if phase == "forward" and self._slept != step:
-            self._slept = step
-            time.sleep(sum(seconds for last, seconds in self._slow if step <= last))
+        if phase in self._entered[1]:
+            return
+        self._entered[1].add(phase)
+        if slow := sum(seconds for last, seconds, at in self._slow if step <= last and phase == at):
+            time.sleep(slow)
+        if phase == "forward":
             self._garbage = [one for one in self._garbage if step <= one[0]]
             if self._garbage:
                 gc.collect()
@@ -215,15 +227,17 @@ class Injector:
                 self._agent("clock", seconds=ahead)
             case faults.ClockJump(seconds=ahead):
                 clock.jump(ahead)
-            case faults.BadNumber(steps=steps) | faults.ExpertImbalance(steps=steps):
-                self._numbers.begin(fault, fault.step + steps - 1)
+            case faults.BadNumber() | faults.ExpertImbalance() | faults.ScaleGradient() | faults.LearningRate():
+                self._numbers.begin(fault, fault.step + fault.steps - 1)
             case faults.LossSpike():
                 self._numbers.begin(fault, fault.step)
-            case faults.FlipBit(parameter=parameter, bit=bit):
+            case faults.FlipBit():
                 assert self._model is not None, "attach() comes first"
-                numbers.flip(self._model, parameter, bit)
+                numbers.flip(self._model, fault)
             case faults.SlowRank(seconds=slow, steps=steps):
-                self._slow.append((fault.step + steps - 1, slow))
+                self._slow.append((fault.step + steps - 1, slow, fault.phase))
+            case faults.Reading():
+                self.readings.begin(fault)
             case faults.DamageCheckpoint():
                 self._damage(fault)
             case faults.DamageMessage():

@@ -56,9 +56,11 @@ class Startup:
     def _now(self) -> float:
         return time.monotonic() + self._offset
 
-    def first_step_data(self, resumed: int) -> dict[str, Any]:
-        """The data of the event `first_step`: seconds in total and by stage, and repeated steps after step `resumed`."""
+    def first_step_data(self, resumed: int, steps_per_epoch: int = 0) -> dict[str, Any]:
+        """The data of the event `first_step`: seconds in total and by stage, and repeated steps after step `resumed`.
+        `steps_per_epoch`: 0 if it is not known."""
         seconds = {stage: round(max(s, 0.0), 3) for stage, s in self._stages.items()}
         repeated = max(self._incident["last_step"] - resumed, 0) if self._incident else 0
         before = {"before": {stage: round(s, 3) for stage, s in self._before.items()}} if self._before else {}
-        return {"seconds": round(sum(seconds.values()), 3), "stages": seconds, "repeated_steps": repeated, **before}
+        data = {"seconds": round(sum(seconds.values()), 3), "stages": seconds, "repeated_steps": repeated}
+        return {**data, "steps_per_epoch": steps_per_epoch or None, **before}

@@ -42,11 +42,13 @@ from raydist.faults import (
     KillNode,
     KillProcess,
     Leak,
+    LearningRate,
     NoDescriptors,
     NoInodes,
     OneWayCut,
     Raise,
     ReadOnly,
+    ScaleGradient,
     SlowDisk,
     SlowNetwork,
     SlowRank,
@@ -139,12 +141,50 @@ def test_a_flipped_bit_is_one_bit(tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_sleeps_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once per step for `steps` steps, for any number of micro-batches."""
+    """Once per step for `steps` steps, for any number of micro-batches, or of batches of an evaluation."""
     slept: list[float] = []
-    _, heartbeat = injector(RunDir(tmp_path), SlowRank(rank=0, step=2, seconds=7.0, steps=3))
+    slow = [SlowRank(rank=0, step=2, seconds=7.0, steps=3), SlowRank(rank=0, step=3, seconds=5.0, phase="eval")]
+    _, heartbeat = injector(RunDir(tmp_path), *slow)
     monkeypatch.setattr("raydist.worker.faults.injector.time.sleep", slept.append)
     steps(heartbeat, 1, 6)
-    assert [s for s in slept if s] == [7.0] * 3
+    assert [s for s in slept if s] == [7.0, 7.0, 5.0, 7.0]
+
+
+def test_a_gradient_and_a_rate_are_multiplied_for_a_time(tmp_path: Path) -> None:
+    """That of one parameter, also over several passes; the optimizer has its own rate back after each update."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False))
+    for p in model.parameters():
+        nn.init.constant_(p, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    asked = [ScaleGradient(step=2, parameter="1.weight", factor=4.0, steps=2), LearningRate(step=4, factor=3.0)]
+    made, heartbeat = injector(RunDir(tmp_path), *asked)
+    made.attach(model)
+    made.attach_optimizer(optimizer)
+    found = []
+    for step in range(1, 6):
+        assert steps(heartbeat, step, step) == []
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            model(torch.ones(2)).sum().backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = [(was - p.detach()) / g for was, p, g in zip(before, model.parameters(), grads, strict=True)]
+        with torch.no_grad():
+            for p, was in zip(model.parameters(), before, strict=True):
+                p.copy_(was)
+        rates = {round(float(n), 3) for one in moved for n in one.flatten()}
+        found.append((grads, rates, optimizer.param_groups[0]["lr"]))
+    plain, *_, last = [[g.tolist() for g in grads] for grads, _, _ in found]
+    assert plain == last
+    for step, factor in ((2, 4.0), (3, 4.0), (4, 1.0)):
+        grads = found[step - 1][0]
+        assert [g.tolist() for g in grads[:2]] == plain[:2]
+        assert grads[2].tolist() == (factor * torch.tensor(plain[2])).tolist()
+    assert [(rates, lr) for _, rates, lr in found] == [({1.0}, 1.0)] * 3 + [({3.0}, 1.0), ({1.0}, 1.0)]
+    made, _ = injector(RunDir(tmp_path), ScaleGradient(step=1, parameter="1.weigth"))
+    with pytest.raises(InjectedError, match=r"scale_gradient: parameter: '1\.weigth'.*did you mean \"1\.weight\""):
+        made.attach(model)
 
 
 def refused(act: Callable[[], object]) -> str | None:
