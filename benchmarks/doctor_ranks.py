@@ -292,7 +292,7 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
     for process in ranks:
         process.start()
     rows: list[Any] = []
-    told_to = SimpleNamespace(observe=SimpleNamespace(remote=rows.extend))
+    told_to = SimpleNamespace(observe=SimpleNamespace(remote=lambda new, sent: rows.extend(new)))
     monitors = [NodeMonitor(run.uri, node, told_to, 1.0, str(folder)) for node in dict.fromkeys(nodes)]
     diagnosis = Diagnosis(spec=spec)
     begun: float | None = None

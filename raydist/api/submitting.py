@@ -283,7 +283,7 @@ def _drive(
     """Submits the command, and submits it again if its driver dies, up to `retries` times, then without the options in `once`.
     `last`: the words after all options."""
     from raydist.cluster import jobs
-    from raydist.run.status import LOST_AFTER_S
+    from raydist.run.driver_process import LOST_AFTER_S
 
     job = _start(url, shlex.join(words + once + last), package)
     if not wait:

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import ray
-
 from raydist.cluster import nodes, preflight
 from raydist.cluster.run.fit import AbortHandle, AttemptResult, run_attempt
 from raydist.cluster.run.request import worker_kind
@@ -26,8 +24,7 @@ _LOOK_S = 0.2
 
 def workers(session: Session) -> int:
     """Ranks to measure with if no job gives the number: one per GPU, else one per node; at least two."""
-    nodes = sum(node["Alive"] for node in ray.nodes())
-    return max(int(session.resources.get("GPU", 0)) or nodes, 2)
+    return max(int(session.resources.get("GPU", 0)) or sum(node["Alive"] for node in nodes.listed()), 2)
 
 
 def run(function: str, config: Mapping[str, Any], job: JobSpec, session: Session, *, spread: bool) -> dict[str, Any]:

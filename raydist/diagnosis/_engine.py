@@ -20,7 +20,7 @@ from raydist.diagnosis._gpu import GpuErrors
 from raydist.diagnosis._history import BIN_S as LOW_BIN_S
 from raydist.diagnosis._history import WARMUP_S, History
 from raydist.diagnosis._symptoms import OF_RANKS, Candidate, slow_ranks
-from raydist.diagnosis._window import Row, Steps, Store, Window
+from raydist.diagnosis._window import BIN_S, BINS, Row, Steps, Store, Window
 from raydist.records import Event, Finding
 from raydist.run.telemetry_schema import GPU, NODE, OPS, PHASES, RANK
 
@@ -130,6 +130,11 @@ class Diagnosis:
         newest_attempt = max([self._attempt, *(row["attempt"] for row in rows if row["kind"] == "rank")])
         if newest_attempt > self._attempt:
             yield from self._new_attempt(newest_attempt)
+        if (
+            max((row["at"] // BIN_S for row in rows if row["kind"] == "rank"), default=self._newest)
+            < self._newest - BINS
+        ):
+            self._set_back(max(row["at"] for row in rows))
         for row in rows:
             self._take(row)
         self._history.add(rows)
@@ -166,6 +171,14 @@ class Diagnosis:
         for told in over.values():
             if not told.once:
                 yield replace(told.finding, state="over")
+
+    def _set_back(self, now: float) -> None:
+        """The clock by which rows are timed was set back: what came before is of a time that is yet to come."""
+        self._stores = {kind: Store(store.order) for kind, store in self._stores.items()}
+        self._newest = self._checked = -1
+        self._warm_at = min(self._warm_at, now)
+        for told in self._told.values():
+            told.told_at, told.seen_at = min(told.told_at, now), min(told.seen_at, now)
 
     def _take(self, row: Row) -> None:
         kind = row["kind"]

@@ -69,9 +69,10 @@ class NoDescriptors(AtPhase):
 
 
 class ClockJump(AtPhase):
-    """The clock of the rank's process jumps, and stays so until that process ends."""
+    """The clock of the rank's process or of its agent's jumps, and stays so until that process ends."""
 
     fault: Literal["clock_jump"] = "clock_jump"
+    process: Literal["rank", "agent"] = Field("rank", description="Whose clock.")
     seconds: float = Field(3600.0, description="By how much; negative: backwards.")
 
 
@@ -118,6 +119,24 @@ class DiskFull(StorageFault):
     """ENOSPC in the middle of a file."""
 
     fault: Literal["disk_full"] = "disk_full"
+
+
+class NoInodes(StorageFault):
+    """ENOSPC for every new file, as where all inodes are in use."""
+
+    fault: Literal["no_inodes"] = "no_inodes"
+
+
+class CutUpload(StorageFault):
+    """The connection to storage is closed in the middle of a file."""
+
+    fault: Literal["cut_upload"] = "cut_upload"
+
+
+class BusyStorage(StorageFault):
+    """503 (Slow Down) for every operation, as from an object store after the client has tried again in vain."""
+
+    fault: Literal["busy_storage"] = "busy_storage"
 
 
 class ReadOnly(StorageFault):

@@ -25,9 +25,9 @@ SHM = Path("/dev/shm")
 STALE_S = 600.0
 """Mailboxes not written for this long, whose ranks have exited, belong to runs whose processes were all killed."""
 INJECTED = "injected"
-PRIVATE = ("pid", "gpu_uuid", INJECTED)
-"""Columns of a row in addition to those of raydist.run.telemetry_schema: the rank's pid, torch's UUID of its GPU, and what the
-fault `reading` says."""
+PRIVATE = ("pid", "gpu_uuid", "monotonic", INJECTED)
+"""Columns of a row in addition to those of raydist.run.telemetry_schema: the rank's pid, torch's UUID of its GPU, the host's
+monotonic clock, and what the fault `reading` says."""
 
 
 def folder(run_uri: str) -> Path:
@@ -55,9 +55,8 @@ class Mailbox:
         make_private_folder(self._path.parent)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Replaces the rank's row. `row`: columns of raydist.run.telemetry_schema, at least `at` and `rank`, and `pid` of PRIVATE.
-
-        Raises OSError.
+        """Replaces the rank's row. `row`: columns of raydist.run.telemetry_schema, at least `rank`, and of PRIVATE, at least `pid`
+        and `monotonic`. Raises OSError.
         """
         temporary = self._path.with_suffix(".tmp")
         try:

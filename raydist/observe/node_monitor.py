@@ -93,6 +93,7 @@ class NodeMonitor:
         living = {rank: row for rank, row in ranks.items() if used[rank]}
         gpus = self._gpus.read()
         places = place(living, gpus)
+        now = time.monotonic()
         who = {"at": time.time(), "host": self._name, "node": self._node}
         rows = [{**who, "kind": "node", **self._host.read()}]
         rows += [
@@ -105,13 +106,14 @@ class NodeMonitor:
             for i, gpu in enumerate(gpus)
         ]
         for rank, row in living.items():
-            new = (row.get("attempt"), row["at"])
+            age = now - row["monotonic"]
+            new = (row.get("attempt"), row["monotonic"])
             stopped = used[rank].pop("state") in STOPPED
             if self._seen.get(rank) != new or stopped:
                 self._seen[rank] = new
                 if stopped:  # it cannot write: its newest row again, with the time for which it is late
-                    late = max(who["at"] - row["at"] - self._interval_s, 0.0)
-                    row = {**row, "at": who["at"], "held_seconds": (row.get("held_seconds") or 0.0) + late}
+                    late, age = max(age - self._interval_s, 0.0), 0.0
+                    row = {**row, "held_seconds": (row.get("held_seconds") or 0.0) + late}
                 values = {
                     name: value for name, value in row.items() if value is not None and name not in mailbox.PRIVATE
                 }
@@ -120,7 +122,7 @@ class NodeMonitor:
                     gpu = gpus[places[rank]]
                     found = {**found, "gpu": gpu.row["gpu"], "gpu_process_bytes": gpu.processes.get(row["pid"])}
                 found = {name: value for name, value in found.items() if value is not None}
-                rows.append({**found, **values, "kind": "rank", "host": self._name, "node": self._node})
+                rows.append({**found, **values, **who, "kind": "rank", "at": who["at"] - age})
         for rank, row in living.items():
             if injected := row.get(mailbox.INJECTED):
                 inject(rows, rank, gpus[places[rank]].row["gpu"] if rank in places else rank, injected, who)
@@ -170,7 +172,7 @@ class NodeMonitor:
                 ray.get(self._call)  # else Ray reports an unretrieved error
         rows = [row for reading in self._unsent for row in reading]
         self._unsent.clear()
-        self._call = self._monitor.observe.remote(rows) if rows else None
+        self._call = self._monitor.observe.remote(rows, time.time()) if rows else None
 
 
 def place(ranks: Mapping[int, Mapping[str, Any]], gpus: Sequence[Reading]) -> dict[int, int]:

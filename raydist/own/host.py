@@ -188,7 +188,7 @@ def _injector(here: ScriptRank) -> Injector:
 
     job = here.job
     memory = job.memory_store.folder if job.memory_store is not None else None
-    return Injector(job.faults, job.run, here.rank, job.attempt, memory)
+    return Injector(job.faults, job.run, here.rank, job.attempt, memory, job.agent)
 
 
 def host() -> Alone | Launched:

@@ -21,7 +21,7 @@ PHASES = ("data", "forward", "backward", "update", "eval", "save")
 _F, _I, _S = pa.float64(), pa.int64(), pa.string()
 
 WHO: dict[str, tuple[pa.DataType, str]] = {
-    "at": (_F, "Unix time of the reading, by its node's clock"),
+    "at": (_F, "Unix time of the reading, by its node's clock; by the run monitor's if they are a minute apart"),
     "kind": (_S, "rank, node or gpu: the subject of the row"),
     "host": (_S, "host name"),
     "node": (_S, "IP address of the node in the cluster"),

@@ -355,4 +355,4 @@ def _injector(job: Job, rank: Rank) -> Injector:
     from raydist.worker.faults.injector import Injector
 
     memory = job.memory_store.folder if job.memory_store is not None else None
-    return Injector(job.faults, job.run, rank, job.attempt, memory)
+    return Injector(job.faults, job.run, rank, job.attempt, memory, job.agent)

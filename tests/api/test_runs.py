@@ -17,9 +17,10 @@ from raydist.errors import DataError, RunNotFound, SpecError, TrainingStopped, U
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, Finding, StepRecord
 from raydist.run.directory import SPEC, RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.lease import DriverLease
 from raydist.run.log import json_line
-from raydist.run.status import this_process, write_state
+from raydist.run.status import write_state
 
 
 @pytest.fixture

@@ -234,6 +234,20 @@ def test_a_new_attempt_begins_anew() -> None:
     assert [one.state for _, one in found] == ["new", "over"]
 
 
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_hides_nothing(jump: float) -> None:
+    """The clock by which rows are timed jumps an hour, while a rank is slow: what is slow after that is found as before, and what
+    was told is over once it is."""
+
+    def jumping() -> Iterator[list[dict[str, Any]]]:
+        for own in rows(150, lambda rank, second: {**hog(20, 70)(rank, second), **hog(100, 130)(rank, second)}):
+            yield [{**row, "at": row["at"] + jump * (row["at"] - T >= 60)} for row in own]
+
+    found = [(at - jump * (at - T > 1800 or at < T), one.rule, one.state) for at, one in told(Diagnosis(), jumping())]
+    assert [one[1:] for one in found] == [("cpu_stolen", "new"), ("cpu_stolen", "over")] * 2
+    assert 100 < found[2][0] <= 115
+
+
 def test_a_rule_that_fails_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, and not called again; the others go on."""
     diagnosis = Diagnosis()

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from raydist import faults
 from raydist.checkpoint import manifest, memory_layout
 from raydist.data.batches import Batches, StepBatch
-from raydist.faults import Fault
+from raydist.faults import Fault, clock
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import CHECKPOINTS, RunDir
 from raydist.worker.comm import json_gather
@@ -47,7 +47,7 @@ _FEW, _SLOTS = 8, 2
 
 class Injector:
     """The faults of one rank in one attempt, whose loop calls these methods. `requested`: the faults of the run, as plain values.
-    `memory`: the folder of the node's memory store.
+    `memory`: the folder of the node's memory store. `agent(what, **data)`: calls the rank's agent.
 
     If the rank has a storage fault, replaces `run.storage` by one that can fail.
     """
@@ -59,6 +59,7 @@ class Injector:
         rank: Rank,
         attempt: int,
         memory: str | None = None,
+        agent: Callable[..., object] | None = None,
     ) -> None:
         every = faults.parse(requested)
         self._due = [
@@ -67,6 +68,7 @@ class Injector:
             if fault.rank in (None, rank.rank) or isinstance(fault, faults.SkipCollective)
         ]
         self._run, self._rank, self._attempt, self._memory = RunDir(run.storage), rank, attempt, memory
+        self._agent = agent
         self._passed: set[str] = set()
         self._model: nn.Module | None = None
         self._numbers = numbers.Numbers()
@@ -219,8 +221,12 @@ class Injector:
                 links.slow(lasting, rate)
             case faults.OneWayCut(seconds=lasting):
                 links.deaf(lasting)
+            case faults.ClockJump(process="agent", seconds=ahead):
+                if self._agent is None:
+                    raise InjectedError("clock_jump: process: this rank has no agent")
+                self._agent("clock", seconds=ahead)
             case faults.ClockJump(seconds=ahead):
-                _jump(ahead)
+                clock.jump(ahead)
             case faults.BadNumber() | faults.ExpertImbalance() | faults.ScaleGradient() | faults.LearningRate():
                 self._numbers.begin(fault, fault.step + fault.steps - 1)
             case faults.LossSpike():
@@ -376,11 +382,6 @@ def _open_all(seconds: float) -> threading.Thread:
             held.append(os.open("/dev/null", os.O_RDONLY))
     full.set()
     return closer
-
-
-def _jump(seconds: float) -> None:
-    now = time.time
-    time.time = lambda: now() + seconds
 
 
 def _damage_message() -> None:

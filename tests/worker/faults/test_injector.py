@@ -28,7 +28,9 @@ from raydist.cgroups import cgroup
 from raydist.errors import StorageError
 from raydist.faults import (
     BadNumber,
+    BusyStorage,
     ClockJump,
+    CutUpload,
     DamageCopy,
     DiskFull,
     ExpertImbalance,
@@ -42,6 +44,7 @@ from raydist.faults import (
     Leak,
     LearningRate,
     NoDescriptors,
+    NoInodes,
     OneWayCut,
     Raise,
     ReadOnly,
@@ -200,13 +203,16 @@ def refused(act: Callable[[], object]) -> str | None:
         (ReadOnly(step=2, operations=1), errno.EROFS, True, False, True),
         (StorageGone(step=2, operations=1), errno.EIO, True, True, True),
         (StaleStorage(step=2, operations=1), errno.ESTALE, True, True, True),
+        (NoInodes(step=2, operations=1), errno.ENOSPC, True, False, False),
+        (CutUpload(step=2, operations=1), errno.EPIPE, True, False, False),
+        (BusyStorage(step=2, operations=1), "503 Slow Down", True, True, True),
     ],
 )
 def test_storage_fails_as_it_would(
-    tmp_path: Path, fault: Fault, number: int, writes: bool, reads: bool, deletes: bool
+    tmp_path: Path, fault: Fault, number: int | str, writes: bool, reads: bool, deletes: bool
 ) -> None:
     """Nothing fails before its step; in it, the affected operations fail, as often as asked; a file is whole or absent."""
-    reason, data = os.strerror(number), b"x" * 100
+    reason, data = number if isinstance(number, str) else os.strerror(number), b"x" * 100
     acts: list[tuple[Callable[[RunDir], object], bool]] = [
         (lambda run: run.storage.write("a/b", data), writes),
         (lambda run: run.storage.write_new("a/c", data), writes),
@@ -216,8 +222,8 @@ def test_storage_fails_as_it_would(
         (lambda run: run.storage.open("there").close(), reads),
         (lambda run: run.storage.delete("gone"), deletes),
     ]
-    for number, (act, meant) in enumerate(acts):
-        run = RunDir(tmp_path / str(number))
+    for place, (act, meant) in enumerate(acts):
+        run = RunDir(tmp_path / str(place))
         run.storage.write("there", data)
         _, heartbeat = injector(run, fault)
         heartbeat.step(1)
@@ -373,7 +379,7 @@ def test_a_damaged_copy_has_another_hash(tmp_path: Path) -> None:
 
 
 def test_a_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unix time, of this process alone; the monotonic clock does not."""
+    """Unix time, of this process alone; the monotonic clock does not. Its agent's clock jumps in that process."""
     monkeypatch.setattr(time, "time", before := time.time)
     _, heartbeat = injector(RunDir(tmp_path), ClockJump(rank=0, step=1, seconds=-3600.0))
     heartbeat.step(1)
@@ -381,6 +387,23 @@ def test_a_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat.enter("forward")
     assert before() - 3700 < time.time() < before() - 3500
     assert time.monotonic() - now < 1800
+    fault = ClockJump(rank=0, step=1, seconds=60.0, process="agent")
+    asked: list[Any] = []
+    made = Injector(
+        [fault.model_dump(mode="json")],
+        RunDir(tmp_path),
+        alone(),
+        1,
+        agent=lambda what, **data: asked.append((what, data)),
+    )
+    heartbeat = made.watch(Heartbeat())
+    heartbeat.step(1)
+    heartbeat.enter("forward")
+    assert asked == [("clock", {"seconds": 60.0})]
+    _, heartbeat = injector(RunDir(tmp_path / "other"), fault)
+    heartbeat.step(1)
+    with pytest.raises(InjectedError, match="this rank has no agent"):
+        heartbeat.enter("forward")
 
 
 def test_a_suspended_process_goes_on(tmp_path: Path) -> None:
