@@ -64,7 +64,6 @@ EXPERTS = {
         "options": {"num_experts": 4, "balance_loss": 0.1},
     },
     "parallel": {"expert": 2},
-    "observe": {"expert_loads": 10},
 }  # fmt: skip
 
 

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydist.diagnosis._history import Lows
-from raydist.records import Event
-from raydist.run.log import FIELDS
+from raydist.diagnosis._loads import Loads
+from raydist.records import LISTS, Event
+from raydist.run.log import FIELDS, SINGLE
 from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES, is_total
 from raydist.spec.script import SESSION
 
@@ -102,13 +103,14 @@ class Steps:
     """The newest STEPS rows of the steps' table, one per step, as arrays by column; those that a restart voided are left out.
 
     `cache`: what rules derive from them; emptied by each new step. `first_loss`: the first one that was known, NaN before;
-    `new`: how many rules have not seen yet.
+    `new`: how many rules have not seen yet. `loads`: the tokens of experts.
     """
 
     def __init__(self) -> None:
         self.first_loss, self.new = float("nan"), 0
-        self._columns = {name: i for i, (name, (kind, _)) in enumerate(FIELDS.items()) if str(kind) != "string"}
-        self._values = np.full((2 * STEPS, len(FIELDS)), np.nan)
+        self.loads = Loads()
+        self._columns = {name: i for i, name in enumerate(SINGLE) if str(FIELDS[name][0]) != "string"}
+        self._values = np.full((2 * STEPS, len(SINGLE)), np.nan)
         self._rows: list[Row] = []
         self.cache: dict[str, Any] = {}
 
@@ -125,7 +127,8 @@ class Steps:
             values[i] = np.nan if value is None else value
         if np.isnan(self.first_loss) and row.get("loss") is not None:
             self.first_loss = row["loss"]
-        self._rows.append(row)
+        self._rows.append({name: value for name, value in row.items() if name not in LISTS})
+        self.loads.step(row)
         self.new += 1
         self.cache.clear()
 
@@ -162,7 +165,8 @@ class Window:
     ) -> None:
         self._end, self._warm_at = end, warm_at
         self._stores = stores or {}
-        self.steps, self.events, self.fresh, self.lows = steps or Steps(), events, fresh, lows
+        self.steps = Steps() if steps is None else steps
+        self.events, self.fresh, self.lows = events, fresh, lows
         self.spec = spec or {}
         self._cuts: dict[tuple[str, str], Array] = {}
         self._places: dict[str, Any] = {}
@@ -188,9 +192,8 @@ class Window:
 
     def culprit(self, rank: int | None) -> dict[str, Any]:
         """Rank, and its host, node and GPU, as far as they are known; {} for None."""
-        row = self._stores["rank"].who.get(rank, {}) if "rank" in self._stores else {}
-        who = {name: row[name] for name in ("host", "node", "gpu") if row.get(name) is not None}
-        return {} if rank is None else {"rank": rank, **who}
+        row = {"rank": rank, **(self._stores["rank"].who.get(rank, {}) if "rank" in self._stores else {})}
+        return {name: row[name] for name in ("rank", "host", "node", "gpu") if row.get(name) is not None}
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A field of the job by its dotted name."""
@@ -203,7 +206,7 @@ class Window:
 
     @property
     def of_script(self) -> bool:
-        """Whether it is a script's own loop (raydist/own): the engine names the session's arguments instead of a job's fields."""
+        """Whether it is a script's own loop (raydist/own): the engine names the session's arguments, not a job's fields."""
         return bool(self.setting("model.name") == SESSION)
 
     @cached_property
