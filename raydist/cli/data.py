@@ -16,7 +16,6 @@ import typer
 from raydist.errors import UsageError, UserError
 from raydist.printable import printable
 from raydist.redact import redact
-from raydist.registry import did_you_mean
 
 if TYPE_CHECKING:
     from raydist.data.chat_template import LossOn
@@ -66,26 +65,15 @@ def prepare(
     as_json: _Json = False,
 ) -> None:
     """Prepare a dataset from these sources. The same command again completes an interrupted one."""
-    from raydist.cluster.data_prepare import RayMap
-    from raydist.data.chat_template import chat_format
-    from raydist.data.prepare import prepare as make
-    from raydist.report.preparing import data_progress
+    from raydist.api import tasks
+    from raydist.data import index
+    from raydist.storage import Storage
 
-    _choice("--format", format, ("text", "chat"))
-    _choice("--loss-on", loss_on, ("completions", "all"))
-    chat = chat_format(chat_template, tokenizer, cast("LossOn", loss_on)) if format == "chat" else None
-    with RayMap(address) as map_files, data_progress(at_once=True) as report:
-        index = make(
-            sources,
-            out,
-            tokenizer,
-            eval_fraction=eval_fraction,
-            column=column,
-            chat=chat,
-            progress=report,
-            map_files=map_files,
-        )
-    _print(out, index, as_json)
+    tasks.prepare_data.here(
+        sources, out, tokenizer=tokenizer, column=column, eval_fraction=eval_fraction, format=format, chat_template=chat_template,
+        loss_on=cast("LossOn", loss_on), address=address,
+    )  # fmt: skip
+    _print(out, index.read(Storage(out)), as_json)
 
 
 @app.command()
@@ -137,10 +125,11 @@ def show(
 ) -> None:
     """Show the contents of a dataset; with --job how its documents become micro-batches. Of a printed document what does not count
     in the loss is dimmed."""
+    from raydist.api.tasks import choice
     from raydist.data import index
     from raydist.storage import Storage
 
-    _choice("--split", split, ("train", "eval"))
+    choice("--split", split, ("train", "eval"))
     found = index.read(Storage(dataset))
     if document is None and found.chat is not None:
         document = 0
@@ -150,11 +139,6 @@ def show(
     counted = _padding(dataset, job) if job is not None and step is None else None
     batch = _batch(dataset, job, step) if job is not None and step is not None else None
     _print(dataset, found, as_json, counted, parts, batch)
-
-
-def _choice(option: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UsageError(f"{option} {value}: unknown", did_you_mean(value, list(known)))
 
 
 def _document(uri: str, name: Split, number: int) -> list[tuple[str, bool]]:
@@ -238,24 +222,9 @@ def _print(
     document: list[tuple[str, bool]] | None = None,
     batch: dict[str, Any] | None = None,
 ) -> None:
-    path = redact(uri)
-    facts: dict[str, Any] = {
-        "path": path,
-        "fingerprint": index.fingerprint,
-        "tokenizer": {k: getattr(index.tokenizer, k) for k in ("name", "vocab_size", "end")},
-        "dtype": index.dtype,
-        **{
-            name: {"tokens": s.tokens, "documents": s.documents, "bytes": s.bytes, "shards": len(s.shards)}
-            for name, s in (("train", index.train), ("eval", index.eval))
-        },
-        "unigram_nats": index.unigram_nats,
-        "sources": list(index.sources),
-        "eval_fraction": index.eval_fraction,
-        "column": index.column,
-        "block_hashes": index.has_block_hashes,
-    }
-    if index.chat is not None:
-        facts["chat"] = index.chat.to_dict()
+    from raydist.api.tasks import dataset_facts
+
+    facts = dataset_facts(uri, index)
     if document is not None:
         facts["document"] = [{"text": text, "counts": counts} for text, counts in document]
     if counted is not None:
@@ -266,7 +235,7 @@ def _print(
     if as_json:
         print(json.dumps(facts))
         return
-    print(f"{path}: {index.fingerprint}")
+    print(f"{facts['path']}: {index.fingerprint}")
     print(f"  sources    {', '.join(index.sources)}")
     print(f"  tokenizer  {index.tokenizer.name}, {index.tokenizer.vocab_size} ids, stored as {index.dtype}")
     for name, split in (("train", index.train), ("eval", index.eval)):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import raydist
 from raydist.cli import data
 from raydist.data.batches import Cursor, samples_hash
 from raydist.data.dataset import TokenDataset
@@ -22,7 +23,8 @@ runner = CliRunner()
 
 
 def test_prepare_show_verify(corpus: Path, tmp_path: Path) -> None:
-    """prepare, show and verify work on one dataset; --json prints one object on stdout with the documented names."""
+    """prepare, show and verify work on one dataset; --json prints one object on stdout with the documented names, which is what
+    `raydist.prepare_data` returns."""
     out = str(tmp_path / "out")
     made = runner.invoke(data.app, ["prepare", str(corpus), "--out", out, "--eval-fraction", "0.2", "--json"])
     assert made.exit_code == 0, made.output
@@ -37,7 +39,7 @@ def test_prepare_show_verify(corpus: Path, tmp_path: Path) -> None:
         "shards": 1,
     }
     shown = runner.invoke(data.app, ["show", out, "--json"])
-    assert json.loads(shown.stdout) == facts
+    assert json.loads(shown.stdout) == facts == raydist.prepare_data(corpus, out, eval_fraction=0.2)
     assert index.fingerprint in runner.invoke(data.app, ["show", out]).stdout
     assert runner.invoke(data.app, ["verify", out]).exit_code == 0
 
