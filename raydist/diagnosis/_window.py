@@ -190,9 +190,8 @@ class Window:
 
     def culprit(self, rank: int | None) -> dict[str, Any]:
         """Rank, and its host, node and GPU, as far as they are known; {} for None."""
-        row = self._stores["rank"].who.get(rank, {}) if "rank" in self._stores else {}
-        who = {name: row[name] for name in ("host", "node", "gpu") if row.get(name) is not None}
-        return {} if rank is None else {"rank": rank, **who}
+        row = {"rank": rank, **(self._stores["rank"].who.get(rank, {}) if "rank" in self._stores else {})}
+        return {name: row[name] for name in ("rank", "host", "node", "gpu") if row.get(name) is not None}
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A field of the job by its dotted name."""
@@ -205,7 +204,7 @@ class Window:
 
     @property
     def of_script(self) -> bool:
-        """Whether it is a script's own loop (raydist/own): the engine names the session's arguments instead of a job's fields."""
+        """Whether it is a script's own loop (raydist/own): the engine names the session's arguments, not a job's fields."""
         return bool(self.setting("model.name") == SESSION)
 
     @cached_property
