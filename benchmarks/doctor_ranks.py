@@ -357,8 +357,10 @@ def main() -> None:
             with tempfile.TemporaryDirectory(prefix="raydist-doctor-") as folder:
                 from raydist.data.prepare import prepare
 
-                Path(folder, "text.txt").write_text("so it goes. " * 20_000)
-                prepare([f"{folder}/text.txt"], f"{folder}/tokens", eval_fraction=0.1)
+                texts = [Path(folder, f"{number}.txt") for number in range(100)]
+                for text in texts:  # held-out documents are chosen by what they say
+                    text.write_text(f"so it goes. {text.stem} " + "so it goes. " * 200)
+                prepare([str(text) for text in texts], f"{folder}/tokens", eval_fraction=0.1)
                 found.append(play(scenario, seed, options.world, Path(folder)))
             print(found[-1], flush=True)
     faulty = [one for one in found if not one["scenario"].startswith("healthy")]
