@@ -1,27 +1,33 @@
 """Trains for a given time with a fault a minute, and measures whether the processes of the run grow.
 
-    python benchmarks/soak.py [--minutes 20] [--every 60] [--runs 2] [--warm-up 180] [--seed 1]
+    python benchmarks/soak.py [--minutes 20] [--every 60] [--runs 2] [--seed 1] [--leak MIB]
 
 Two gloo ranks on this machine, the job of chaos.py, a private Ray. From outside, by random: a rank, an agent, or the run's monitor
 is killed (SIGKILL) or stopped for some seconds (SIGSTOP), the coordinator, the GCS or the raylet is stopped for some seconds. At
 the end the driver gets a SIGTERM, saves, and ends.
 
-Every 5 seconds, of the driver, the monitor, the coordinator, the agents, the fork servers, the ranks and Ray's own processes:
-private memory (USS), open descriptors and threads, the mean over the processes of a role. After the warm-up a line is fitted to
-each (Theil-Sen: the median of the slopes of all pairs, which restarted processes do not bend).
+Every 5 seconds, of each process of the driver, the monitor, the coordinator, the agents, the fork servers, the ranks and Ray:
+private memory (USS), open descriptors and threads. growth.py has the rule by which processes that live for minutes are judged: each
+counts from two minutes after its own start, and processes of one role are also compared with each other at the same age.
 
-Checked: the slope of memory of the driver, the monitor, the agents and the ranks is below 1 MiB a minute, of descriptors and
-threads below one in ten minutes; the run goes on after every fault; each step has one row; nothing is left behind. Memory slopes
-mean little in runs of a few minutes: allocators still grow.
+Checked: both rates of the memory of the driver, the monitor, the agents and the ranks are below 1 MiB a minute, of descriptors and
+threads below one in ten minutes; the run goes on after every fault; each step has one row; nothing is left behind.
+
+At the end `raydist runs --json` lists 5,000 runs, three times: the fastest takes less than 2 s of a processor.
+
+With `--leak 2` a hook in each rank keeps 2 MiB more every minute: the result must be that the memory of the rank is not flat, and
+the exit code is 1 if it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -31,9 +37,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import psutil
 import yaml
 
@@ -41,16 +46,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos import JOB, RAYDIST
 from common import write
+from growth import Life, Sample, rates
 
 from raydist.ipc import mailbox
-from raydist.run.directory import RunDir
+from raydist.run.directory import SPEC, STATE, RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.log import read_events, read_steps
-from raydist.run.status import last_word
+from raydist.run.status import VERSION, last_word
 
 SAMPLE_S = 5.0
 STOPPED_S = 5.0
 PROGRESS_S = 600.0
 """How long the next checkpoint after a fault may take."""
+RUNS, LISTED_S = 5000, 2.0
+"""Runs that are listed, and in what time."""
 MEMORY_MIB, NUMBER = 1.0, 0.1
 """Limits of the slopes, by minute."""
 OURS = ("driver", "monitor", "agent", "rank")
@@ -65,13 +74,18 @@ ROLES = {
 }
 
 
-class Sample(NamedTuple):
-    """Means over the processes of a role at one time."""
+LEAK = """
+import time
 
-    minute: float
-    memory_mib: float
-    descriptors: float
-    threads: float
+
+class Hook:
+    def __init__(self, facts):
+        self.rate, self.begun, self.kept = facts.options["mib_a_minute"], time.monotonic(), bytearray()
+
+    def on_step(self, record):
+        due = int((time.monotonic() - self.begun) / 60 * self.rate * 2**20)
+        self.kept += b"\\1" * (due - len(self.kept))
+"""
 
 
 def role(process: psutil.Process) -> str:
@@ -106,54 +120,36 @@ class Sampler:
     """Samples the processes below `driver` until `close`."""
 
     def __init__(self, driver: psutil.Process) -> None:
-        self.samples: dict[str, list[Sample]] = {}
-        self._driver, self._begun, self._ended = driver, time.monotonic(), threading.Event()
+        self._lives: dict[tuple[int, float], Life] = {}
+        self._driver, self._begun, self._ended = driver, time.time(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Ends the thread."""
+    def close(self) -> dict[str, list[Life]]:
+        """Ends the thread; the processes of each role, in the order of their starts."""
         self._ended.set()
         self._thread.join()
+        found: dict[str, list[Life]] = {}
+        for life in sorted(self._lives.values(), key=lambda life: life.started):
+            found.setdefault(life.role, []).append(life)
+        return found
 
     def _run(self) -> None:
         while not self._ended.wait(SAMPLE_S):
-            minute = (time.monotonic() - self._begun) / 60
             with suppress(psutil.NoSuchProcess):
                 for name, processes in by_role(self._driver).items():
-                    rows = []
-                    for process in processes:
-                        with suppress(psutil.NoSuchProcess, psutil.AccessDenied), process.oneshot():
-                            if process.status() != psutil.STATUS_ZOMBIE:
-                                uss = process.memory_full_info().uss / 2**20
-                                rows.append((uss, process.num_fds(), process.num_threads()))
-                    if rows:
-                        self.samples.setdefault(name, []).append(Sample(minute, *np.mean(rows, axis=0).tolist()))
+                    for process in processes if name else ():
+                        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                            self._sample(name, process)
 
-
-def slope(minutes: np.ndarray, values: np.ndarray) -> float:
-    """The median of the slopes of all pairs of points."""
-    i, j = np.triu_indices(len(minutes), 1)
-    return float(np.median((values[j] - values[i]) / (minutes[j] - minutes[i])))
-
-
-def slopes(samples: dict[str, list[Sample]], after: float) -> dict[str, dict[str, float]]:
-    """Role -> of memory, descriptors and threads the first and the last values and the slope by minute, after the warm-up."""
-    found = {}
-    for name, rows in sorted(samples.items()):
-        table = np.array([row for row in rows if row.minute >= after])
-        if name and len(table) > 10:
-            columns = zip(Sample._fields[1:], table[:, 1:].T, strict=True)
-            found[name] = {
-                key: value
-                for field, column in columns
-                for key, value in (
-                    (f"{field}_first", float(np.median(column[:5]))),
-                    (f"{field}_last", float(np.median(column[-5:]))),
-                    (f"{field}_a_minute", slope(table[:, 0], column)),
-                )
-            }
-    return found
+    def _sample(self, name: str, process: psutil.Process) -> None:
+        started = process.create_time()
+        with process.oneshot():
+            if process.status() != psutil.STATUS_ZOMBIE:
+                uss, age = process.memory_full_info().uss / 2**20, (time.time() - started) / 60
+                life = self._lives.setdefault((process.pid, started), Life(name, (started - self._begun) / 60))
+                life.role = name  # a worker of Ray takes its name from the actor that it becomes
+                life.samples.append(Sample(age, uss, process.num_fds(), process.num_threads()))
 
 
 FAULTS: dict[str, list[signal.Signals]] = {
@@ -195,11 +191,15 @@ def soak(folder: Path, options: argparse.Namespace, number: int) -> dict[str, An
     if not until(lambda: run.exists() and run.newest_step() > 0, process):
         stuck.append("start")
     sampler, begun = Sampler(driver), time.monotonic()
+    end = begun + 60 * options.minutes
     happened: list[dict[str, Any]] = []
     kinds = [(name, number) for name, numbers in FAULTS.items() for number in numbers]
     order: list[tuple[str, signal.Signals]] = []
-    while not stuck and time.monotonic() - begun < 60 * options.minutes:
-        time.sleep(max(0.0, begun + options.every * (len(happened) + 1) - time.monotonic()))
+    while not stuck and time.monotonic() < end:
+        due = begun + options.every * (len(happened) + 1)
+        time.sleep(max(0.0, min(due, end) - time.monotonic()))
+        if due > end:
+            break
         if not order:
             order = rng.sample(kinds, len(kinds))  # each kind once before any comes again
         what, sent = order.pop()
@@ -218,7 +218,7 @@ def soak(folder: Path, options: argparse.Namespace, number: int) -> dict[str, An
         if not until(lambda step=step: run.newest_step() > step, process):  # type: ignore[misc]
             stuck.append(f"{sent.name} to the {what}")
         happened.append({"to": what, "signal": sent.name, "step": step, "next_checkpoint_s": time.monotonic() - at})
-    sampler.close()
+    lives = sampler.close()
     shared = shared_memory(driver, run) if process.poll() is None else set()
     below = driver.children(recursive=True) if process.poll() is None else []
     with suppress(ProcessLookupError):
@@ -226,7 +226,7 @@ def soak(folder: Path, options: argparse.Namespace, number: int) -> dict[str, An
     process.wait()
     _, alive = psutil.wait_procs(below, timeout=10)
     rows = read_steps(run)["step"].to_pylist()
-    found_slopes = slopes(sampler.samples, options.warm_up / 60)
+    roles = {who: rates(of) for who, of in sorted(lives.items())}
     state = last_word(run) or {}
     checks = {
         "every fault was survived": not stuck and len(happened) > 0,
@@ -238,10 +238,10 @@ def soak(folder: Path, options: argparse.Namespace, number: int) -> dict[str, An
         and not [path for path in Path(tempfile.gettempdir()).glob("raydist-*") if path != folder],
     }
     for who in OURS:
-        of = found_slopes.get(who, {})
-        checks[f"memory of the {who} is flat"] = of.get("memory_mib_a_minute", np.inf) < MEMORY_MIB
-        checks[f"descriptors and threads of the {who} are flat"] = (
-            max(of.get("descriptors_a_minute", np.inf), of.get("threads_a_minute", np.inf)) < NUMBER
+        of = roles.get(who, {})
+        checks[f"memory of the {who} is flat"] = flat(of, "memory_mib", MEMORY_MIB)
+        checks[f"descriptors and threads of the {who} are flat"] = all(
+            flat(of, what, NUMBER) for what in ("descriptors", "threads")
         )
     if not all(list(checks.values())[:3]):
         print((folder / f"{name}.err").read_text()[-3000:], stuck, process.returncode, state.get("status"))
@@ -249,9 +249,50 @@ def soak(folder: Path, options: argparse.Namespace, number: int) -> dict[str, An
         "steps": len(rows),
         "attempts": sum(event.kind == "attempt_started" for event in read_events(run)),
         "faults": happened,
-        "roles": found_slopes,
+        "roles": roles,
+        "lives": {who: [told(life) for life in lives.get(who, ())] for who in OURS},
         "checks": checks,
     }
+
+
+def listing(folder: Path) -> tuple[float, float]:
+    """Seconds, and processor seconds, of the fastest of three `raydist runs` over RUNS runs that have ended."""
+    state = {
+        "v": VERSION,
+        "status": "finished",
+        "heartbeat_at": time.time(),
+        "driver": this_process(),
+        "step": 7,
+        "attempt": 1,
+    }
+    told = json.dumps({**state, "world_size": 2, "loss": 1.5, "eval_loss": None, "tokens_per_second": 1e5})
+    for number in range(RUNS):
+        run = folder / f"run-{number:04d}"
+        run.mkdir(parents=True)
+        (run / SPEC).write_text("name: run\n")
+        (run / STATE).write_text(told)
+    found = []
+    for _ in range(3):
+        begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [RAYDIST, "runs", "--storage", str(folder), "--json"]
+        listed = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        found.append((time.monotonic() - begun, busy))
+        assert len(listed) == RUNS
+    return min(found)
+
+
+def flat(of: dict[str, float | int | None], what: str, limit: float) -> bool:
+    """Whether both rates are below the limit; the one inside of processes must be known."""
+    inside, between = of.get(f"{what}_a_minute"), of.get(f"{what}_inherited_a_minute")
+    return inside is not None and inside < limit and (between is None or between < limit)
+
+
+def told(life: Life) -> dict[str, Any]:
+    """A process in the results: its start, and its memory at each whole minute of its age, in MiB."""
+    by_minute = {int(sample.age): round(sample.memory_mib, 1) for sample in reversed(life.samples)}
+    return {"started_minute": round(life.started, 2), "memory_mib": dict(sorted(by_minute.items()))}
 
 
 def main() -> None:
@@ -260,8 +301,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="of one run")
     parser.add_argument("--every", type=float, default=60.0, help="seconds from one fault to the next")
     parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--warm-up", type=float, default=180.0, help="seconds that no line is fitted to")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--leak", type=float, default=0.0, metavar="MIB", help="what each rank keeps every minute")
     parser.add_argument("--out", type=Path, default=None, help="folder of the results; default: benchmarks/results")
     options = parser.parse_args()
     # Orphaned processes become children of this one, so that all are counted.
@@ -272,24 +313,43 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="soak-") as home:
         folder = Path(home)
         os.environ["TMPDIR"] = tempfile.tempdir = home  # of this run alone
-        (folder / "job.yaml").write_text(yaml.safe_dump(JOB))
+        (folder / "leaking.py").write_text(LEAK)
+        hook = {"name": "leaking:Hook", "ranks": "all", "options": {"mib_a_minute": options.leak}}
+        (folder / "job.yaml").write_text(yaml.safe_dump({**JOB, "hooks": [hook] if options.leak else []}))
         for number in range(1, options.runs + 1):
             results.append(soak(folder, options, number))
+        listed_s, listed_cpu_s = listing(folder / "many")
     for number, result in enumerate(results, 1):
         print(f"\nrun {number}: {result['steps']} steps, {len(result['faults'])} faults, {result['attempts']} attempts")
-        print(
-            f"{'':12s} {'MiB':>7s} {'a minute':>9s} {'descriptors':>12s} {'a minute':>9s} {'threads':>8s} {'a minute':>9s}"
-        )
+        print(f"{'a minute, inside | inherited':28s}{'MiB':>20s}{'descriptors':>20s}{'threads':>20s}")
         for name, of in result["roles"].items():
-            print(
-                f"{name:12s} {of['memory_mib_last']:7.1f} {of['memory_mib_a_minute']:+9.3f} {of['descriptors_last']:12.1f} "
-                f"{of['descriptors_a_minute']:+9.3f} {of['threads_last']:8.1f} {of['threads_a_minute']:+9.3f}"
-            )
+            cells = [
+                " | ".join(
+                    "-" if (rate := of[f"{what}{kind}_a_minute"]) is None else f"{rate:+.3f}"
+                    for kind in ("", "_inherited")
+                )
+                for what in Sample._fields[1:]
+            ]
+            print(f"{name:12s}{of['processes']:6d} processes" + "".join(f"{cell:>20s}" for cell in cells))
         for check, holds in result["checks"].items():
             print(f"{'ok' if holds else 'FAILED':7s}{check}")
-    told = {"minutes": options.minutes, "every_s": options.every, "warm_up_s": options.warm_up, "seed": options.seed}
-    print(write("soak", {**told, "runs": results}, *([options.out] if options.out else [])))
-    sys.exit(0 if all(all(result["checks"].values()) for result in results) else 1)
+    listed = listed_cpu_s < LISTED_S  # which other programs on the processors do not change
+    cost = f"{listed_cpu_s:.2f} s of a processor, {listed_s:.2f} s in all"
+    print(f"\n{'ok' if listed else 'FAILED':7s}raydist runs lists {RUNS:,} runs: {cost}")
+    asked = {
+        "minutes": options.minutes,
+        "every_s": options.every,
+        "seed": options.seed,
+        "leak_mib_a_minute": options.leak,
+        "runs_listed": RUNS,
+        "listed_s": listed_s,
+        "listed_cpu_s": listed_cpu_s,
+    }
+    name = "soak_leak" if options.leak else "soak"
+    print(write(name, {**asked, "runs": results}, *([options.out] if options.out else [])))
+    if options.leak:
+        sys.exit(0 if all(not result["checks"]["memory of the rank is flat"] for result in results) else 1)
+    sys.exit(0 if listed and all(all(result["checks"].values()) for result in results) else 1)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from raydist.diagnosis._history import Lows
 from raydist.diagnosis._loads import Loads
-from raydist.records import LISTS, Event
+from raydist.records import Event
 from raydist.run.log import FIELDS, SINGLE
 from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES, is_total
 from raydist.spec.script import SESSION
@@ -30,6 +30,8 @@ PER_PART = 1.25
 """Steps in a part, at least: a part without a whole step would show in which phase a reading was taken."""
 STEPS = 4096
 """Newest steps that are kept."""
+_OF_A_STEP = ("step", "loss", "samples_hash")
+"""Columns that are also kept as they are."""
 SMOOTH = 1.4826
 """A normal distribution's standard deviation over its median absolute deviation."""
 
@@ -126,7 +128,7 @@ class Steps:
             values[i] = np.nan if value is None else value
         if np.isnan(self.first_loss) and row.get("loss") is not None:
             self.first_loss = row["loss"]
-        self._rows.append({name: value for name, value in row.items() if name not in LISTS})
+        self._rows.append({name: row.get(name) for name in _OF_A_STEP})  # a whole row has 1 KiB
         self.loads.step(row)
         self.new += 1
         self.cache.clear()
@@ -140,7 +142,7 @@ class Steps:
         return self._values[max(count - STEPS, 0) : count, self._columns[column]]
 
     def row(self, index: int) -> Row:
-        """One row; -1: the newest."""
+        """_OF_A_STEP of one row; -1: the newest."""
         return self._rows[index if index < 0 else max(len(self._rows) - STEPS, 0) + index]
 
 
