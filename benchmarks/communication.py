@@ -62,6 +62,7 @@ from raydist.worker.comm import auto, gloo_p2p
 from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import Compression
 from raydist.worker.comm.outer.hook import Outer
+from raydist.worker.comm.tree import Tree
 from raydist.worker.distributed import Rank
 from raydist.worker.evaluation import evaluate
 from raydist.worker.mesh import Mesh
@@ -253,7 +254,7 @@ def bandwidths(rank: Rank, rounds: int) -> dict[str, Any]:
     """{MiB: {collective: bus bandwidth over the link's rate}}, and the rate in MB/s. Collectives take turns within a round."""
     world, group = rank.world_size, dist.group.WORLD
     assert group is not None
-    summed = TreeAllReduce(world, [[(r, r + 1)] for r in range(world)], group, rank.device)
+    summed = TreeAllReduce(Tree(world), [[(r, r + 1)] for r in range(world)], group, rank.device, shared=True)
     once = (world - 1) / world
     message = torch.zeros(4 * 2**20)
 

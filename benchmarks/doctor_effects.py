@@ -148,19 +148,14 @@ def overfit(run: Run) -> float:
     return 3.0 / (1 + turn / 300) + rise + 0.001 * float(run.rng.standard_normal())
 
 
-def loads(run: Run) -> dict[str, Any]:
-    """Of 16 experts: two get nothing, or those of one rank get more."""
+def loads(run: Run) -> list[list[int]]:
+    """Of one layer with 16 experts: two get nothing, or those of one rank get more."""
     loads = run.rng.multinomial(4096, run.rng.dirichlet(np.full(16, 20.0)))
     if run.on and run.text.get("kills"):
         loads[[3, 7]] = 0
     if run.on and run.text.get("prefers"):  # the experts of the second of four ranks
         loads[4:8] = loads[4:8] * (2 + 4 * run.size)
-    return {
-        "step": run.step,
-        "imbalance": 1.5,
-        "exchanged": 0,
-        "layers": {"blocks.1.moe": {"loads": loads.tolist(), "bias": None}},
-    }
+    return [loads.tolist()]
 
 
 def nan(run: Run) -> tuple[str, dict[str, Any]]:

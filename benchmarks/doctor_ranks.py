@@ -59,7 +59,6 @@ EXPERTS = {
         "options": {"num_experts": 4, "balance_loss": 0.1},
     },
     "parallel": {"expert": 2},
-    "observe": {"expert_loads": 10},
 }  # fmt: skip
 SCENARIOS = [
     Scenario("SIGSTOP bursts", ("process_stopped",), {"fault": "pause", "seconds": 0.5, "gap": 0.7, "stops": 60}),

@@ -156,6 +156,8 @@ def _between(run: Run, events: list[Event], at: float) -> dict[str, float]:
         stages = {"import": 5.0, "build": 4.0}
         first = {"attempt": run.attempt, "step": run.step, "seconds": 9.0, "stages": stages, "repeated_steps": 0}
         events.append(Event("first_step", at, first))
+        if "loads" in run.text:
+            events.append(Event("experts", at, {"layers": {"blocks.1.moe": 16}}))
     if run.step % run.every == 0:
         stall, write = run.text.get("save", (0.02 * run.every * run.step_s, 0.2 * run.every * run.step_s))
         if run.on or "save" not in run.text:
@@ -174,8 +176,6 @@ def _between(run: Run, events: list[Event], at: float) -> dict[str, float]:
         if made_event is not None:
             run.text["sent"] = True
             events.append(Event(made_event[0], at, made_event[1]))
-    if "loads" in run.text and run.step % 10 == 0:
-        events.append(Event("expert_loads", at, run.text["loads"](run)))
     if "sizes" in run.text and run.step % 10 == 0:
         events.append(Event("gradient_sizes", at, run.text["sizes"](run)))
     return made
@@ -189,7 +189,7 @@ def _record(run: Run, seconds: float, data: float) -> dict[str, Any]:
         loss, norm = run.loss_hook(run, loss, norm)
     return {"step": run.step, "loss": loss, "lr": 1e-3, "grad_norm": norm, "tokens": 4096, "seconds": seconds,
             "data_seconds": data, "world_size": run.ranks, "attempt": run.attempt, "samples_hash": f"{run.step:016x}",
-            "grad_noise_scale": 40.0}  # fmt: skip
+            "grad_noise_scale": 40.0, "expert_loads": run.text["loads"](run) if "loads" in run.text else None}  # fmt: skip
 
 
 def _totals(run: Run, rank: int) -> dict[str, float]:

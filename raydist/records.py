@@ -1,11 +1,12 @@
 """Records that cross processes and versions: the result of a step, and the events of a run.
 
-Runs anywhere. They are passed as versioned dicts of numbers and strings, never as pickled classes.
+Runs anywhere. They are passed as versioned dicts of numbers, strings and lists of them, never as pickled classes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +22,9 @@ NOISE_MEASURED_AT_LEAST = 20
 NOISE_FAR_BEYOND = 4.0
 """A global batch above this multiple of the noise scale is far beyond it: a sequence then contributes a fifth of its maximum."""
 
+LISTS = ("expert_loads", "expert_bias")
+"""Fields of a `StepRecord` that are large: a number for each expert of each layer."""
+
 Status = Literal["running", "finished", "paused", "stopped", "interrupted", "lost"]
 """running; finished: its last step is done; paused: at `--until`; stopped: failed for good;
 interrupted: by a signal, after a checkpoint; lost: its driver died without reporting an end."""
@@ -35,7 +39,10 @@ class StepRecord:
     `seconds` the whole step, `data_seconds` of it spent waiting for data; `samples_hash` the xxh64 (hex) of the
     global batch's sample ids, in order, as little-endian int64; `grad_noise_scale` the gradient noise scale so far, in
     sequences (docs/explanation/noise.md), None if unknown. Of a model with experts, `expert_imbalance` is the load of the fullest
-    expert of a layer over the mean, for the worst layer, and `exchanged_bytes` what all ranks sent to others' experts and back.
+    expert of a layer over the mean, for the worst layer, and `exchanged_bytes` what all ranks sent to others' experts and back;
+    `expert_loads` are the tokens of each expert, a list for each layer in the order of the event `experts`, and `expert_bias` the
+    biases with which the routers chose for these tokens, [] for a router without one; None in steps that `observe.expert_loads`
+    leaves out.
     With compressed gradients, on rank 0: `residual_norm` of what error feedback keeps, None without it; `compression_error`, the
     norm of what was lost over that of what was compressed; `sent_bytes` for sums of gradients, and `saved_bytes` against fp32.
     Where replicas train apart (`comm.every`), `grad_norm` is the mean of their norms; `local_step`, whether no outer step started
@@ -63,10 +70,17 @@ class StepRecord:
     local_step: bool | None = None
     sync_seconds: float | None = None
     sync_bytes: int | None = None
+    expert_loads: list[list[int]] | None = None
+    expert_bias: list[list[float]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict of the fields, in order."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+def numbers(row: Mapping[str, Any]) -> int:
+    """How many numbers the LISTS of a StepRecord have, as a dict."""
+    return sum(len(layer) for name in LISTS for layer in row.get(name) or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +90,7 @@ class Event:
     Kinds: attempt_started, workers, resumed, weights_loaded, first_step, checkpoint_saved, checkpoint_failed, checkpoint_rejected,
     checkpoint_damaged, replica_saved, replica_failed, replica_used, eval, capacity, non_finite, loss_spike, replica_drift,
     gradients, data_stalled, finding, fault, failure, decision, note, histograms,
-    expert_loads, ended. docs/reference/records.md lists the data of each.
+    experts, ended. docs/reference/records.md lists the data of each.
     """
 
     kind: str

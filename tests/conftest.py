@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -104,11 +103,13 @@ class Ranks:
     is the exception; if it is killed, the result is ChildProcessError. In both cases its process ends, which closes its connections
     as at the end of an attempt, and the next call starts a new one in its place. Other processes are kept between calls.
     Arguments and results are pickled as bytes: multiprocessing would write each tensor to a file in shared memory, which takes a
-    millisecond.
+    millisecond. Ranks meet at a store of this process: torch's store in a file is polled every 10 ms, several times for each group.
     """
 
     def __init__(self) -> None:
         self._children: list[tuple[Any, Connection]] = []
+        self._store: Any = None
+        self._calls = 0
 
     def _grow(self, world: int) -> None:
         while len(self._children) < world:
@@ -125,22 +126,21 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         self._grow(world)
-        with tempfile.TemporaryDirectory() as folder:
-            store = f"{folder}/store"
-            for rank, (_, pipe) in enumerate(self._children[:world]):
-                pipe.send_bytes(pickle.dumps((inspect.getfile(function), function.__name__, rank, world, store, args)))
-            results = []
-            for process, pipe in self._children[:world]:
-                if not pipe.poll(STUCK_S + 20):
-                    self.close()  # their late answers would be taken for those of the next call
-                    pytest.fail("a rank's process does not answer")
-                try:
-                    results.append(pickle.loads(pipe.recv_bytes()))
-                except EOFError:
-                    process.join(5)
-                    results.append(ChildProcessError(f"the rank's process ended with {process.exitcode}"))
-                if isinstance(results[-1], BaseException):
-                    process.join(5)
+        place = self._place()
+        for rank, (_, pipe) in enumerate(self._children[:world]):
+            pipe.send_bytes(pickle.dumps((inspect.getfile(function), function.__name__, rank, world, place, args)))
+        results = []
+        for process, pipe in self._children[:world]:
+            if not pipe.poll(STUCK_S + 20):
+                self.close()  # their late answers would be taken for those of the next call
+                pytest.fail("a rank's process does not answer")
+            try:
+                results.append(pickle.loads(pipe.recv_bytes()))
+            except EOFError:
+                process.join(5)
+                results.append(ChildProcessError(f"the rank's process ended with {process.exitcode}"))
+            if isinstance(results[-1], BaseException):
+                process.join(5)
         for number, child in enumerate(self._children):
             if not child[0].is_alive():
                 self._end(child)
@@ -148,9 +148,23 @@ class Ranks:
                 self._children[number] = self._start()
         return results
 
+    def _place(self) -> tuple[int, str]:
+        """The store's port, and a prefix for the keys of one call."""
+        import torch.distributed as dist
+
+        if self._store is None:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                port = listener.getsockname()[1]
+                self._store = dist.TCPStore(
+                    "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+                )
+        self._calls += 1
+        return self._store.port, str(self._calls)
+
     def close(self) -> None:
         while self._children:
             self._end(self._children.pop())
+        self._store = None
 
     def _end(self, child: tuple[Any, Connection]) -> None:
         process, pipe = child
@@ -183,7 +197,7 @@ def _serve(pipe: Connection) -> None:
     gc.freeze = lambda: None
     while True:
         try:
-            path, name, number, world, store, args = pickle.loads(pipe.recv_bytes())
+            path, name, number, world, (port, prefix), args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         faulthandler.dump_traceback_later(STUCK_S, exit=True)
@@ -191,9 +205,8 @@ def _serve(pipe: Connection) -> None:
             function, control = getattr(_module(path), name), None
             if world > 1:
                 timeout = timedelta(seconds=120)
-                dist.init_process_group(
-                    backend, store=dist.FileStore(store, world), rank=number, world_size=world, timeout=timeout
-                )
+                store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, timeout=timeout))
+                dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=timeout)
                 control = dist.new_group(backend="gloo", timeout=timeout)
             rank = Rank(number, world, number, device, backend, "127.0.0.1", control, ())
             result = function(rank, *args)

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import leftovers
+
 ROOT = Path(__file__).parents[1]
 LEAVES = """
 import socket, subprocess
@@ -30,7 +32,7 @@ def test_a_session_that_leaves_something_fails(tmp_path: Path, options: list[str
     """All tests pass; the process, the port and the file are listed, and the exit code is 1. In one process and with xdist."""
     left = tmp_path / "shm" / "raydist-left"
     (tmp_path / "test_it.py").write_text(LEAVES.format(shm=str(left)))
-    code, out = session(tmp_path, *options)
+    code, out = session(tmp_path, *options, wait_s=0.0)
     pid, port = map(int, (tmp_path / "left").read_text().split())
     psutil.Process(pid).kill()
     assert code == 1, out
@@ -50,11 +52,12 @@ def test_a_session_that_leaves_nothing_passes(tmp_path: Path) -> None:
     assert "left behind" not in out
 
 
-def session(folder: Path, *options: str) -> tuple[int, str]:
-    """Runs pytest on that folder with the plugin: exit code and output."""
+def session(folder: Path, *options: str, wait_s: float = leftovers.WITHIN_S) -> tuple[int, str]:
+    """Runs pytest on that folder with the plugin, which waits so long for processes to exit: exit code and output."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.leftovers", "-p", "no:cacheprovider", "-c", os.devnull]
     (folder / "shm").mkdir(exist_ok=True)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "RAYDIST_TEST_SHM": str(folder / "shm")}
+    places = {"PYTHONPATH": str(ROOT), "RAYDIST_TEST_SHM": str(folder / "shm")}
+    env = os.environ | places | {"RAYDIST_TEST_WAIT_S": str(wait_s)}
     done = subprocess.run(
         [*command, "--rootdir", str(folder), *options, "."], cwd=folder, env=env, capture_output=True, text=True
     )

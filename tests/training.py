@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from raydist.data.batches import MASKED, MicroBatch, share
 from raydist.extension_plans import strategy_plan
 from raydist.planner.facts import Machine
 from raydist.planner.shares import shard_of
+from raydist.records import Finding
+from raydist.run.directory import EVENTS
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms
 from raydist.worker.build import build_strategy, divide_into_parts, replica
@@ -192,10 +196,7 @@ class Trainer:
             self.optimizer.same_bits = spec.train.virtual_ranks is not None
             told = self.optimizer.gradients_final
             self.strategy.on_final = told if self.split is None else self.split.final(told)
-        self.recorded: list[dict[str, Any]] = []
-        """Of rank 0: the data of the events `expert_loads`."""
-        say = None if rank.rank else lambda _, **data: self.recorded.append(data)
-        self.loads = ExpertLoads(parts_of(self.model), rank, 1, say)
+        self.loads = ExpertLoads(parts_of(self.model), rank, 1, None)
         self.before_update: Callable[[], object] = lambda: None
         self.parameters = gather_parameters(shards, rank)
         self.outer = Outer(spec.comm, self.replica, shards, spec.train.total(1)) if self.replica else None
@@ -301,3 +302,10 @@ def run(ranks: Any, function: Any, world: int, *args: Any) -> list[Any]:
     for error in sorted(raised, key=lambda error: "by peer" in str(error)):
         raise error
     return results
+
+
+def slow_link_found(run: Path) -> None:
+    """The run of that folder has an event of the doctor: a link has become slow."""
+    found = Finding("slow_link", None, "warning", "all ranks wait", {}, "measure it")
+    with (run / EVENTS).open("a") as events:
+        events.write(json.dumps(found.event(1.0).to_dict()) + "\n")

@@ -81,11 +81,17 @@ class Run(Started[RunDir]):
 
         return view(self.folder)
 
-    def steps(self) -> pa.Table:
-        """One row per step, ascending, with the fields of raydist.records.StepRecord; of a step trained twice, the last."""
-        from raydist.run.log import read_steps
+    def steps(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """One row per step, ascending, with the fields of raydist.records.StepRecord; of a step trained twice, the last.
+        `columns`: only `step` and these. Raises UsageError for an unknown one."""
+        from raydist.registry import did_you_mean
+        from raydist.run.log import FIELDS, read_steps
 
-        return read_steps(self.folder)
+        names = tuple(FIELDS) if columns is None else columns
+        for name in names:
+            if name not in FIELDS:
+                raise UsageError(f"steps have no column {name!r}", did_you_mean(name, list(FIELDS)))
+        return read_steps(self.folder, names)
 
     def events(self, kind: str | None = None) -> list[Event]:
         """The run's events in order: attempts, failures, decisions, evaluations, findings and others. `kind`: only these."""

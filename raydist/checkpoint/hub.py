@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raydist import registry
-from raydist.spec import JobSpec
+from raydist.spec import JobSpec, parse
 from raydist.spec.huggingface import HUB, download
 from raydist.storage import Storage
 
@@ -36,7 +36,12 @@ def local(job: JobSpec, storage: str, *, present: bool = False) -> JobSpec:
         model = model.model_copy(update={"hf": path(model.hf)})
     if named := options_with_files(job):
         model = model.model_copy(update={"options": {**model.options, **{key: path(n) for key, n in named.items()}}})
-    return job if model is job.model else job.model_copy(update={"model": model})
+    if model is job.model:
+        return job
+    made = job.model_copy(update={"model": model})
+    if any(name.startswith(HUB) for name in named.values()):  # a config that was not there when the job was read
+        return parse(made.model_dump(mode="json"))
+    return made
 
 
 def options_with_files(job: JobSpec) -> dict[str, str]:

@@ -123,7 +123,7 @@ def _former(run: RunDir) -> Former:
     from raydist.diagnosis import Former
     from raydist.run.log import read_events, read_steps
 
-    rows = read_steps(run)
+    rows = read_steps(run, ("grad_noise_scale", "seconds"))
     scales = [value for value in rows["grad_noise_scale"].to_pylist() if value is not None]
     seconds = rows["seconds"].to_pylist()[1:]
     saved = [event.data for event in read_events(run) if event.kind == "checkpoint_saved"][1:]

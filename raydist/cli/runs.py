@@ -6,7 +6,7 @@ Runs in: the user's shell. Imports pyarrow and rich inside the commands; never r
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -43,17 +43,17 @@ def show(
     from raydist.api.runs import Run
     from raydist.report import summary
     from raydist.run.directory import resolve
+    from raydist.run.log import SINGLE
 
     place = Run(resolve(run, storage))
     if steps:
-        rows: Any = summary.steps(place.folder)
         if as_json:
-            for row in rows:
+            for row in summary.steps(place.folder):
                 print(json.dumps(row, allow_nan=False))
             return
         from raydist.report import tables
 
-        tables.steps(rows)
+        tables.steps(summary.steps(place.folder, SINGLE))
         return
     facts = place.show()
     if as_json:

@@ -21,7 +21,7 @@ from raydist.dashboard.views import RunView
 from raydist.errors import RaydistError, RunNotFound, StorageError
 from raydist.parsing import quoted
 from raydist.run.directory import LONGEST_NAME, SPEC, RunDir
-from raydist.run.log import read_steps
+from raydist.run.log import SINGLE, read_steps
 from raydist.run.sweep_directory import RUNS, SweepDir
 from raydist.storage import Storage
 
@@ -114,9 +114,9 @@ class Site:
         return RunDir(self.homes[place.storage].at(place.name))
 
     def steps(self, place: Place) -> Live[pa.Table]:
-        """The steps of a run."""
+        """The steps of a run, with one value in a column."""
         run = RunDir(self.homes[place.storage].at(place.name))
-        return self._steps.live(place, lambda: Live(lambda: stamps.of_run(run), lambda *_: read_steps(run)))
+        return self._steps.live(place, lambda: Live(lambda: stamps.of_run(run), lambda *_: read_steps(run, SINGLE)))
 
     def _seen(self, place: Place, run: RunDir) -> Live[Seen]:
         return self._runs.live(place, lambda: Live(lambda: stamps.of_run(run), lambda *_: run_page.read(run)))

@@ -128,6 +128,7 @@ class Diagnosis:
         for event in events:
             if event.kind != "finding":
                 self._fresh.append(event)
+                self._steps.loads.event(event)
                 self._keep(event)
         lows = list(self._history.windows())
         telemetry = self._newest >= 0

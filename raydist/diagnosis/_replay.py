@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
 from raydist.diagnosis._engine import SEVERITIES, Diagnosis, Rule
+from raydist.diagnosis._loads import SEGMENTS
 from raydist.diagnosis._losses import BEFORE
 from raydist.diagnosis._window import BIN_S, RECENT
 from raydist.records import Event, Finding
 from raydist.run.directory import SPEC, RunDir
-from raydist.run.log import Segment, read_events, read_segments
+from raydist.run.log import SINGLE, Segment, read_events, read_segments
 from raydist.run.telemetry_log import read_samples
 from raydist.run.telemetry_schema import COLUMNS, WHO
 
@@ -56,12 +58,14 @@ def examine(run: RunDir) -> Examination:
     spec = _spec(run)
     diagnosis = Diagnosis(spec=spec)
     events = [event for event in read_events(run) if event.kind != "histograms"]
-    segments = read_segments(run)
+    segments = read_segments(run, SINGLE)
+    known = read_segments(run, ("expert_loads",), newest=SEGMENTS)
+    loads = {each.number: column for each in known if (column := each.rows["expert_loads"]).null_count < len(column)}
     rows, left_out = _rows(run, diagnosis.rules)
     found: dict[Any, Found] = {}
     past: list[Found] = []
     end = max([rows[-1]["at"] if rows else 0.0, *(event.at for event in events)], default=0.0)
-    for at, own, steps, told in _chunks(rows, segments, events):
+    for at, own, steps, told in _chunks(rows, segments, loads, events):
         for finding in diagnosis.observe(own, steps, told):
             _note(found, past, finding, at)
     # What the run's monitor has told, and a replay cannot see: telemetry that was lost or thinned, findings of own code.
@@ -120,9 +124,11 @@ def _rows(run: RunDir, rules: Sequence[Rule]) -> tuple[list[dict[str, Any]], flo
     return table.to_pylist(), left_out
 
 
-def _step_times(segments: Sequence[Segment], events: Sequence[Event]) -> list[tuple[float, dict[str, Any]]]:
+def _step_times(
+    segments: Sequence[Segment], loads: Mapping[int, pa.ChunkedArray], events: Sequence[Event]
+) -> list[tuple[float, dict[str, Any]]]:
     """(Unix time of its end, row) of each step in the order of writing, those that a restart voided too: from the seconds of the
-    steps, and from the events that name a step."""
+    steps, and from the events that name a step. `loads`: by a segment's number the experts' loads of its rows."""
     begun = {event.data["attempt"]: event.at for event in events if event.kind == "first_step"}
     started = {event.data["attempt"]: event.at for event in events if event.kind == "attempt_started"}
     at_step: dict[int, float] = {}
@@ -132,7 +138,10 @@ def _step_times(segments: Sequence[Segment], events: Sequence[Event]) -> list[tu
     found: list[tuple[float, dict[str, Any]]] = []
     now, attempt = 0.0, -1
     for segment in segments:
-        for row in segment.rows.to_pylist():
+        of_experts = loads.get(segment.number, ())
+        for index, row in enumerate(segment.rows.to_pylist()):
+            if index < len(of_experts) and of_experts[index].is_valid:
+                row["expert_loads"] = of_experts[index]
             if row["attempt"] != attempt:
                 attempt = row["attempt"]
                 now = max(now, begun.get(attempt, started.get(attempt, now)))
@@ -145,10 +154,13 @@ def _step_times(segments: Sequence[Segment], events: Sequence[Event]) -> list[tu
 
 
 def _chunks(
-    rows: list[dict[str, Any]], segments: Sequence[Segment], events: Sequence[Event]
+    rows: list[dict[str, Any]],
+    segments: Sequence[Segment],
+    loads: Mapping[int, pa.ChunkedArray],
+    events: Sequence[Event],
 ) -> Iterator[tuple[float, list[Any], list[Any], list[Event]]]:
     """(time, rows, steps, events) as a monitor gets them: every BIN_S where there are rows, else in at most CHUNKS parts."""
-    steps = _step_times(segments, events)
+    steps = _step_times(segments, loads, events)
     times = [row["at"] for row in rows] or [at for at, _ in steps] + [event.at for event in events]
     if not times:
         return

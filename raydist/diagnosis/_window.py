@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raydist.diagnosis._history import Lows
-from raydist.records import Event
-from raydist.run.log import FIELDS
+from raydist.diagnosis._loads import Loads
+from raydist.records import LISTS, Event
+from raydist.run.log import FIELDS, SINGLE
 from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES
 
 BIN_S = 3.0
@@ -105,13 +106,14 @@ class Steps:
     """The newest STEPS rows of the steps' table, one per step, as arrays by column; those that a restart voided are left out.
 
     `cache`: what rules derive from them; emptied by each new step. `first_loss`: the first one that was known, NaN before;
-    `new`: how many rules have not seen yet.
+    `new`: how many rules have not seen yet. `loads`: the tokens of experts.
     """
 
     def __init__(self) -> None:
         self.first_loss, self.new = float("nan"), 0
-        self._columns = {name: i for i, (name, (kind, _)) in enumerate(FIELDS.items()) if str(kind) != "string"}
-        self._values = np.full((2 * STEPS, len(FIELDS)), np.nan)
+        self.loads = Loads()
+        self._columns = {name: i for i, name in enumerate(SINGLE) if str(FIELDS[name][0]) != "string"}
+        self._values = np.full((2 * STEPS, len(SINGLE)), np.nan)
         self._rows: list[Row] = []
         self.cache: dict[str, Any] = {}
 
@@ -128,7 +130,8 @@ class Steps:
             values[i] = np.nan if value is None else value
         if np.isnan(self.first_loss) and row.get("loss") is not None:
             self.first_loss = row["loss"]
-        self._rows.append(row)
+        self._rows.append({name: value for name, value in row.items() if name not in LISTS})
+        self.loads.step(row)
         self.new += 1
         self.cache.clear()
 
@@ -165,7 +168,8 @@ class Window:
     ) -> None:
         self._end, self._warm_at = end, warm_at
         self._stores = stores or {}
-        self.steps, self.events, self.fresh, self.lows = steps or Steps(), events, fresh, lows
+        self.steps = Steps() if steps is None else steps
+        self.events, self.fresh, self.lows = events, fresh, lows
         self.spec = spec or {}
         self._cuts: dict[tuple[str, str], Array] = {}
         self._places: dict[str, Any] = {}

@@ -11,18 +11,18 @@ import numpy as np
 
 from raydist.diagnosis._symptoms import figure
 from raydist.diagnosis._window import Window
-from raydist.diagnosis.dead_experts import EVENTS, TOKENS
+from raydist.diagnosis.dead_experts import RECORDS, TOKENS
 from raydist.records import Finding
 
 CAUSE = "the router sends too many tokens to the experts of one rank"
-LOOKS = "the loads of the newest expert_loads events, summed over the experts of each rank (parallel.expert)"
+LOOKS = "the loads of the newest steps, ten apart, summed over the experts of each rank (parallel.expert)"
 THRESHOLDS = {
     "imbalance": (
-        "1.5 times the mean of the ranks, in 5 events in a row",
+        "1.5 times the mean of the ranks, in 5 records in a row, of steps that are 10 or more apart",
         "the others then idle for a third of the time in experts",
     ),
     "before": (
-        "1.25 times the median of the fullest rank before, or 1.5 times the mean in 30 more events",
+        "1.25 times the median of the fullest rank before, or 1.5 times the mean in 30 more records",
         "routers of a new model are uneven until their balance loss or bias has had time",
     ),
     "tokens": (f"{TOKENS} for each expert on average", "fewer are uneven by chance"),
@@ -33,20 +33,16 @@ IMBALANCE, RISE, PATIENCE = 1.5, 1.25, 30
 def check(window: Window) -> Iterator[Finding]:
     """The layer and the rank with the most tokens."""
     ranks = int(window.setting("parallel.expert", 1) or 1)
-    events = window.of("expert_loads")[-(EVENTS + PATIENCE) :]
-    if ranks < 2 or len(events) < 2 * EVENTS:
+    if ranks < 2:
         return
     worst: tuple[float, str, int, int] | None = None
-    for name in events[-1].data["layers"]:
-        loads = [np.asarray(e.data["layers"].get(name, {}).get("loads", [])) for e in events]
-        count = len(loads[-1])
-        if count % ranks or len({len(one) for one in loads}) != 1 or not count:
+    for name, loads in window.steps.loads.newest(RECORDS + PATIENCE).items():
+        count = loads.shape[1]
+        if len(loads) < 2 * RECORDS or count % ranks or loads[-RECORDS:].mean(axis=1).min() < TOKENS:
             continue
-        if min(one.mean() for one in loads[-EVENTS:]) < TOKENS:
-            continue
-        of_ranks = np.stack(loads).reshape(len(events), ranks, -1).sum(axis=2)
+        of_ranks = loads.reshape(len(loads), ranks, -1).sum(axis=2)
         times = of_ranks / np.maximum(of_ranks.mean(axis=1, keepdims=True), 1.0)
-        before, now = times[:-EVENTS].max(axis=1), times[-EVENTS:]
+        before, now = times[:-RECORDS].max(axis=1), times[-RECORDS:]
         rank = int(now.min(axis=0).argmax())
         least = float(now[:, rank].min())
         rises = least >= RISE * float(np.median(before))
@@ -68,7 +64,7 @@ def check(window: Window) -> Iterator[Finding]:
         cause="the router prefers these experts",
         culprit={"parameter": name, "expert_rank": rank},
         evidence=[
-            figure("tokens over those of the mean rank, the least of 5 events", times_mean, "events: expert_loads")
+            figure("tokens over those of the mean rank, the least of 5 records", times_mean, "steps: expert_loads")
         ],
         confidence=0.9,
     )

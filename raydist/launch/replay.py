@@ -28,7 +28,7 @@ from raydist import registry
 from raydist.checkpoint import manifest, retention
 from raydist.errors import TrainingStopped, UsageError
 from raydist.run.directory import RunDir, manifest_name, step_folder
-from raydist.run.log import read_steps
+from raydist.run.log import SINGLE, read_steps
 from raydist.spec import JobSpec, dump, read_stored
 
 COMPARED = ("loss", "grad_norm", "lr", "tokens", "samples_hash")
@@ -57,7 +57,7 @@ def replay(run: RunDir, steps: int, start: int | None, workers: int | None, trus
 
     Raises UsageError where there is no such checkpoint, or the run need not have the same bits; TrainingStopped if a rank fails.
     """
-    rows = {row["step"]: row for row in read_steps(run).to_pylist()}
+    rows = {row["step"]: row for row in read_steps(run, SINGLE).to_pylist()}
     starts = [at for at in run.committed() if all(step in rows for step in range(at + 1, at + steps + 1))]
     if not starts or (start is not None and start not in starts):
         have = "no checkpoint" if start is None else f"no checkpoint of step {start}"
@@ -82,7 +82,7 @@ def replay(run: RunDir, steps: int, start: int | None, workers: int | None, trus
             stack.enter_context(retention.leased(run, at))
             copy = stack.enter_context(_copied(run, at))
             _train(stored, copy, at + steps, size, Path(folder))
-            found = {row["step"]: row for row in read_steps(copy).to_pylist()}
+            found = {row["step"]: row for row in read_steps(copy, SINGLE).to_pylist()}
             differences = [
                 f"step {step}: {name}: {rows[step][name]!r}, and again {found[step][name]!r}"
                 for step in again

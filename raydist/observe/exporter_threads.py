@@ -22,7 +22,7 @@ from typing import Any
 
 from raydist import registry
 from raydist.observe.exporters import BaseExporter, Facts
-from raydist.records import EXPORTED_ONLY
+from raydist.records import EXPORTED_ONLY, numbers
 from raydist.run.directory import RunDir
 
 RETRY_S = 10.0
@@ -33,6 +33,8 @@ BUDGET = 100_000
 _LINE = 160
 _SAMPLE, _LARGE = 4, 2000
 """Weight of a sample and of a large event, in steps."""
+_NUMBERS = 24
+"""Loads and biases of experts that weigh as much as a step without them."""
 
 Note = Callable[[str], None]
 
@@ -67,7 +69,7 @@ class ExporterThreads:
 
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
         """StepRecords, as dicts."""
-        self._put(_Item("steps", (rows, at), len(rows), len(rows)))
+        self._put(_Item("steps", (rows, at), len(rows), len(rows) + sum(map(numbers, rows)) // _NUMBERS))
 
     def event(self, event: Mapping[str, Any]) -> None:
         """An Event, as a dict."""

@@ -31,6 +31,7 @@ from raydist.records import EXPORTED_ONLY, Event, Status
 from raydist.redact import redact, remember
 from raydist.run import requests
 from raydist.run.directory import RunDir
+from raydist.run.log import SINGLE
 from raydist.run.log_writer import RunLog
 from raydist.run.status import last_word, this_process, write_state
 from raydist.run.telemetry_log import TelemetryLog
@@ -260,7 +261,7 @@ class RunMonitor:
         new = self._log.steps(records)
         if new:
             with self._lock:
-                self._view.records(new)
+                self._view.records([{name: row[name] for name in SINGLE} for row in new])
             self._undiagnosed_steps.extend(new)
             self._exporters.steps(new, time.time())
         return new

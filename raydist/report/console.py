@@ -35,7 +35,7 @@ _STYLES = {
     "decision": "yellow",
     "ended": "bold",
 }
-_SILENT = {"workers", "replica_saved", "expert_loads"}
+_SILENT = {"workers", "replica_saved", "experts", "expert_loads"}
 """Kinds of events that the display shows in another way or that are too frequent; `raydist show` has them."""
 
 

@@ -24,7 +24,7 @@ from raydist.report.gradients_sent import sent
 from raydist.report.heatmap_data import Grid
 from raydist.report.telemetry_reader import COLUMNS, COMM, Readings, gather
 from raydist.run.directory import SPEC, RunDir
-from raydist.run.log import Segment, merge, read_events, read_segments
+from raydist.run.log import SINGLE, Segment, merge, read_events, read_segments
 from raydist.run.status import read_state
 from raydist.run.telemetry_log import parts
 from raydist.run.telemetry_schema import OPS
@@ -49,7 +49,7 @@ class Report:
 def report(run: RunDir) -> Report:
     """Reads the run's folder. Raises StorageError."""
     made = time.time()
-    state, events, segments = read_state(run), read_events(run), read_segments(run)
+    state, events, segments = read_state(run), read_events(run), read_segments(run, SINGLE)
     about = summary.told(run, state, events, segments)
     steps = merge(segments)
     text = _spec(run)

@@ -6,7 +6,7 @@ Runs anywhere. Must not import torch or ray. docs/reference/records.md is the in
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from raydist.faults import read_notes
 from raydist.observe.summary import WINDOW, rates
 from raydist.records import Event
 from raydist.run.directory import SPEC, RunDir, default_storage
-from raydist.run.log import Segment, merge, plain, read_events, read_segments, read_steps
+from raydist.run.log import FIELDS, SINGLE, Segment, merge, plain, read_events, read_segments, read_steps
 from raydist.run.status import read_state
 from raydist.storage import Storage
 
@@ -33,7 +33,7 @@ def show(run: RunDir) -> dict[str, Any]:
     Plain data for strict JSON. Unknown values are None: no step or eval yet, or the bytes of a checkpoint with a damaged manifest.
     Raises StorageError.
     """
-    return told(run, read_state(run), read_events(run), read_segments(run))
+    return told(run, read_state(run), read_events(run), read_segments(run, SINGLE))
 
 
 def told(run: RunDir, state: Mapping[str, Any], events: list[Event], segments: list[Segment]) -> dict[str, Any]:
@@ -98,9 +98,9 @@ def row(run: RunDir, state: Mapping[str, Any]) -> dict[str, Any]:
     return {"run": run.name, "path": run.uri, "status": state["status"], "steps": state["step"], **figures}
 
 
-def steps(run: RunDir) -> Iterator[dict[str, Any]]:
+def steps(run: RunDir, columns: Iterable[str] = FIELDS) -> Iterator[dict[str, Any]]:
     """One dict per step with the fields of StepRecord, ascending. For strict JSON, NaN and infinities are None."""
-    for batch in read_steps(run).to_batches(max_chunksize=4096):
+    for batch in read_steps(run, columns).to_batches(max_chunksize=4096):
         yield from (plain(row) for row in batch.to_pylist())
 
 

@@ -196,7 +196,9 @@ def _line(what: Event) -> str:
             return str(data["text"])
         case "histograms":
             return f"histograms of step {data['step']}: {len(data['weights'])} parameters"
-        case "expert_loads":
+        case "experts":
+            return f"{len(data['layers'])} layers with experts"
+        case "expert_loads":  # of a run of an earlier version
             return f"step {data['step']}: the fullest expert has {data['imbalance']:.2f} times the mean load"
         case "ended":
             cause = f": {data['cause']}" if data.get("cause") else ""

@@ -94,6 +94,7 @@ FIELDS: dict[str, dict[str, str]] = {
     "replica_failed": {"step": "integer?"},
     "capacity": {"flops_per_token": "number", "peak_flops": "number"},
     "eval": {"step": "integer", "loss": "number?"},
+    "experts": {"layers": "numbers"},
     "non_finite": {"step": "integer?", "ranks": "ranks?"},
     "loss_spike": {"step": "integer?", "ranks": "ranks?"},
     "replica_drift": {"step": "integer?", "ranks": "ranks?"},

@@ -14,7 +14,7 @@ import bisect
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from raydist.errors import StorageError
 from raydist.parsing import DAMAGED, LINE_BYTES, parse_json
-from raydist.records import Event, StepRecord
+from raydist.records import LISTS, Event, StepRecord
 from raydist.redact import redact
 from raydist.run import event_fields
 from raydist.run.directory import EVENTS, METRICS, RunDir
@@ -59,10 +59,20 @@ FIELDS: dict[str, tuple[pa.DataType, str]] = {
     "local_step": (pa.bool_(), "whether no outer step started or arrived after it; null without comm.every"),
     "sync_seconds": (pa.float64(), "seconds that rank 0 waited for the last outer step; null before one"),
     "sync_bytes": (pa.int64(), "bytes that rank 0 sent for the last outer step; null before one"),
+    "expert_loads": (
+        pa.list_(pa.list_(pa.int32())),
+        "tokens of each expert, a list for each layer; null without experts",
+    ),
+    "expert_bias": (
+        pa.list_(pa.list_(pa.float32())),
+        "biases with which the routers chose for these tokens; null if no router has one",
+    ),
 }
 """The columns of a segment: the fields of records.StepRecord, in order."""
 NULLABLE = frozenset(each.name for each in fields(StepRecord) if each.default is None)
 """Columns that may be missing in a record, or in a segment of an earlier version."""
+SINGLE = tuple(name for name in FIELDS if name not in LISTS)
+"""Columns with one value a step: what readers need that do not look at experts."""
 
 SCHEMA = pa.schema(
     [pa.field(name, kind, metadata={"description": text}) for name, (kind, text) in FIELDS.items()],
@@ -87,24 +97,29 @@ class Segment:
     rows: pa.Table
 
 
-def read_segments(run: RunDir) -> list[Segment]:
+def read_segments(run: RunDir, columns: Iterable[str] = FIELDS, newest: int = 0) -> list[Segment]:
     """All segments, in the order of writing. Safe while the run is being written: returns a complete prefix of the flushed rows.
 
-    Raises StorageError with the name of a file that is not a valid segment.
+    `columns`: of their rows; local files are read for these alone. `newest`: the last so many segments; 0: all. Raises
+    StorageError with the name of a file that is not a valid segment.
     """
     found = []
+    schema = pa.schema([SCHEMA.field(name) for name in columns], SCHEMA.metadata)
     # Listed first: a later segment exists only once the earlier ones are complete, so none of them is read half full.
-    for number, name in segment_names(run):
+    for number, name in segment_names(run)[-newest:]:
         try:
-            # Reads the whole file at once: one open handle, or one GET, sees one version even if a flush replaces it.
-            # In this thread: a pool's thread may release the last reference to these bytes, which belong to Python, after the
+            # One open handle, or one GET, sees one version even if a flush replaces the file.
+            # In this thread: a pool's thread may release the last reference to bytes of a GET, which belong to Python, after the
             # interpreter has exited; the process would then abort after all its work is done.
-            table = pq.ParquetFile(pa.BufferReader(run.storage.read(name)), pre_buffer=False).read(use_threads=False)
+            local = run.storage.local is not None
+            with run.storage.open(name) if local else pa.BufferReader(run.storage.read(name)) as source:
+                file = pq.ParquetFile(source, pre_buffer=False)
+                table = file.read([name for name in schema.names if name in file.schema_arrow.names], use_threads=False)
             head = parse_json(table.schema.metadata[HEAD])
-            for lacking in NULLABLE.difference(table.column_names):
+            for lacking in NULLABLE.intersection(schema.names).difference(table.column_names):
                 table = table.append_column(SCHEMA.field(lacking), pa.nulls(len(table), SCHEMA.field(lacking).type))
-            rows = table.select(list(FIELDS)).cast(SCHEMA)
-            if any(rows[column].null_count for column in FIELDS if column not in NULLABLE):
+            rows = table.select(schema.names).cast(schema)
+            if any(rows[column].null_count for column in schema.names if column not in NULLABLE):
                 raise ValueError("a value is missing")
             found.append(Segment(number, int(head["attempt"]), int(head["after_step"]), rows))
         except StorageError:
@@ -125,15 +140,26 @@ def merge(segments: list[Segment]) -> pa.Table:
         count = bisect.bisect_right(segment.rows["step"], limit, key=lambda step: step.as_py())
         kept.append(segment.rows.slice(0, count))
         limit = min(limit, segment.after_step)
-    return pa.concat_tables([pa.Table.from_batches([], SCHEMA), *reversed(kept)]).combine_chunks()
+    schema = segments[0].rows.schema if segments else SCHEMA
+    return pa.concat_tables([pa.Table.from_batches([], schema), *reversed(kept)]).combine_chunks()
 
 
-def read_steps(run: RunDir) -> pa.Table:
-    """One row per step, ascending, with the columns of SCHEMA. For a step trained twice, the newest attempt's row.
+def read_steps(run: RunDir, columns: Iterable[str] = FIELDS) -> pa.Table:
+    """One row per step, ascending, with these columns and `step`. For a step trained twice, the newest attempt's row.
 
     Works while the run is being written. Raises StorageError.
     """
-    return merge(read_segments(run))
+    names = list(dict.fromkeys(("step", *columns)))
+    return merge(read_segments(run, names)).select(names)
+
+
+def newest_loads(run: RunDir) -> tuple[int, list[list[int]]] | None:
+    """The newest step whose experts' loads were recorded, and these; None: not in the two newest segments. Raises StorageError."""
+    for segment in reversed(read_segments(run, ("step", "expert_loads"), newest=2)):
+        rows = segment.rows.filter(segment.rows["expert_loads"].is_valid())
+        if rows.num_rows:
+            return rows["step"][-1].as_py(), rows["expert_loads"][-1].as_py()
+    return None
 
 
 def read_events(run: RunDir) -> list[Event]:

@@ -22,7 +22,7 @@ import pyarrow as pa
 import xxhash
 
 from raydist.errors import StorageError
-from raydist.records import EXPORTED_ONLY, Event
+from raydist.records import EXPORTED_ONLY, Event, numbers
 from raydist.run import parquet
 from raydist.run.directory import EVENTS, METRICS, RunDir
 from raydist.run.log import FIELDS, HEAD, NULLABLE, SCHEMA, json_line, segment_names
@@ -31,8 +31,24 @@ from raydist.storage import append_whole, refused
 
 SEGMENT_ROWS = 10_000
 """Rows of a complete segment; the open segment, rewritten at each flush, is smaller."""
+SEGMENT_NUMBERS = 1 << 20
+"""Loads and biases of experts after which a segment is complete, too: the open one then stays below 4 MiB."""
 
-_CAST_TO: dict[pa.DataType, Callable[[Any], Any]] = {pa.int64(): operator.index, pa.float64(): float, pa.bool_(): bool}
+_CODES = {pa.int64(): "q", pa.float64(): "d", pa.int32(): "i", pa.float32(): "f"}
+
+
+def _lists(code: str) -> Callable[[Any], list[list[Any]]]:
+    """A cast of lists of numbers. Raises TypeError or OverflowError for one that the format does not have."""
+    return lambda layers: [array.array(code, layer).tolist() for layer in layers]
+
+
+_CAST_TO: dict[pa.DataType, Callable[[Any], Any]] = {
+    pa.int64(): operator.index,
+    pa.float64(): float,
+    pa.bool_(): bool,
+    FIELDS["expert_loads"][0]: _lists("i"),
+    FIELDS["expert_bias"][0]: _lists("f"),
+}
 _CASTS: dict[str, Callable[[Any], Any]] = {name: _CAST_TO.get(kind, str) for name, (kind, _) in FIELDS.items()}
 _SEEN = 10_000
 
@@ -45,6 +61,7 @@ class _OpenSegment:
     attempt: int
     after_step: int
     rows: int = 0
+    numbers: int = 0
     version: int = 1
     stored: int = 0
     parts: list[pa.RecordBatch] = field(default_factory=list)
@@ -64,7 +81,8 @@ class RunLog:
     """The writer of one run's steps and events; one per driver, and one driver at a time.
 
     `attempt`, `steps` and `event` only buffer, and are thread-safe; `flush` makes everything that was passed before
-    durable. A stored segment is removed from memory; until then it needs 90 bytes per step.
+    durable. A stored segment is removed from memory; until then it needs 90 bytes per step, and 4 for
+    each load and bias of an expert.
     Raises StorageError if storage cannot be listed.
     """
 
@@ -94,7 +112,7 @@ class RunLog:
                 self._begin(number, resume_step)
 
     def steps(self, records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Adds rows, in the order of training; returns the new ones. Raises KeyError or TypeError for an invalid StepRecord.
+        """Adds rows, in the order of training; returns the new ones. Raises KeyError, TypeError or OverflowError for a bad one.
 
         An unknown attempt begins with its first step. Steps that this attempt has already sent are dropped (a repeated push), as
         are steps of earlier attempts (sent late by a worker that was given up).
@@ -103,22 +121,23 @@ class RunLog:
         rows = [_row(record) for record in records]
         new: list[dict[str, Any]] = []
         with self._lock:
-            begun = 0
+            begun = large = 0
             for row in rows:
                 if row["attempt"] < self._attempt:
                     continue
                 empty = not self._segments or (not self._segments[-1].rows and begun == len(new))
                 if row["attempt"] > self._attempt or (empty and row["step"] <= self._last):
                     self._add(new[begun:])
-                    begun = len(new)
+                    begun, large = len(new), 0
                     self._begin(row["attempt"], row["step"] - 1)
                 elif row["step"] <= self._last:
                     continue
-                elif self._segments[-1].rows + len(new) - begun >= SEGMENT_ROWS:
+                elif self._full(len(new) - begun, large):
                     self._add(new[begun:])
-                    begun = len(new)
+                    begun, large = len(new), 0
                     self._begin(row["attempt"], self._last)
                 new.append(row)
+                large += numbers(row)
                 self._last = row["step"]
             self._add(new[begun:])
         return new
@@ -189,6 +208,11 @@ class RunLog:
             self._next += 1
         self._attempt, self._last = number, after_step
 
+    def _full(self, rows: int, more: int) -> bool:
+        """Whether the open segment is complete with so many further rows, and numbers of experts in them."""
+        present = self._segments[-1]
+        return present.rows + rows >= SEGMENT_ROWS or present.numbers + more >= SEGMENT_NUMBERS
+
     def _add(self, rows: list[dict[str, Any]]) -> None:
         if not rows:
             return
@@ -196,6 +220,7 @@ class RunLog:
         segment = self._segments[-1]
         segment.parts.append(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
         segment.rows += len(rows)
+        segment.numbers += sum(map(numbers, rows))
         segment.version += 1
 
     def _repair_events(self) -> bytes:
@@ -253,11 +278,15 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     there = None
     if None in values:
         there = pa.py_buffer(np.packbits([value is not None for value in values], bitorder="little").tobytes())
-        values = [value or 0 for value in values]
+        values = [value or (() if pa.types.is_list(kind) else 0) for value in values]
+    if pa.types.is_list(kind):
+        ends = array.array("i", itertools.accumulate(map(len, values), initial=0))
+        inside = _column([*itertools.chain.from_iterable(values)], kind.value_type)
+        return pa.Array.from_buffers(kind, len(values), [there, pa.py_buffer(ends)], children=[inside])
     if kind == pa.bool_():
         bits = np.packbits([bool(value) for value in values], bitorder="little").tobytes()
         return pa.Array.from_buffers(kind, len(values), [there, pa.py_buffer(bits)])
-    data = array.array("q" if kind == pa.int64() else "d", values)
+    data = array.array(_CODES[kind], values)
     return pa.Array.from_buffers(kind, len(values), [there, pa.py_buffer(data)])
 
 

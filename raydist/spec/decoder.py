@@ -83,8 +83,16 @@ def default_hidden(width: int) -> int:
     return 32 * math.ceil(width * 8 / 3 / 32)
 
 
-def check_heads(spec: ModelSpec, head_dim: int | None = None) -> None:
-    """Raises SpecValueError if the heads cannot be made. `head_dim`: the size of a head; None: width / heads."""
+def check_scaling(scaling: RopeScaling | None, head: int) -> None:
+    """Raises SpecValueError if heads of which `head` numbers are rotated have no such frequencies."""
+    if scaling is not None and scaling.rope_type == "dynamic" and head == 2:
+        raise problem("options.rope_scaling.rope_type", "dynamic",
+                      "divides by the rotated size of a head less 2, which is 0 here", "take linear, or larger heads")  # fmt: skip
+
+
+def check_heads(spec: ModelSpec, options: DecoderOptions | None = None) -> None:
+    """Raises SpecValueError if the heads cannot be made. `options`: of a decoder that has them."""
+    head_dim = options.head_dim if options else None
     if head_dim is None and spec.width % spec.heads:
         raise problem("heads", spec.heads, f"does not divide width {spec.width}", near_divisors(spec.width, spec.heads))
     if head_dim is not None and head_dim % 2:
@@ -95,6 +103,7 @@ def check_heads(spec: ModelSpec, head_dim: int | None = None) -> None:
     if spec.kv_heads and spec.heads % spec.kv_heads:
         raise problem("kv_heads", spec.kv_heads, f"does not divide heads {spec.heads}",
                       near_divisors(spec.heads, spec.kv_heads))  # fmt: skip
+    check_scaling(options.rope_scaling if options else None, head_dim or spec.width // spec.heads)
 
 
 def check_ranks(spec: ModelSpec, ranks: int) -> None:

@@ -233,9 +233,9 @@ class ObserveSpec(PartWithNewFields):
         description="Steps between two histograms of every weight and gradient, for the exporters; null: none.",
     )
     expert_loads: int | None = Field(
-        10,
+        1,
         ge=1,
-        description="Steps between two records of the tokens and the bias of every expert (event `expert_loads`); null: none. The "
+        description="Steps between two records of the tokens and the bias of every expert, in the table of steps; null: none. The "
         "imbalance of each step is recorded anyway.",
     )
     grad_noise: int | None = Field(

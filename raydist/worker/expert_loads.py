@@ -1,20 +1,21 @@
 """Loads of experts: tells the layers which pass is which, sums their loads over all ranks, moves the routers' biases, and records.
 
-Runs in: each train worker. Torch, never ray. One all-reduce a step, of a number for each expert; for a record on a pipeline, rank 0
-gets the biases of the other stages, too.
+Runs in: each train worker. Torch, never ray. One all-reduce a step and one copy to the host: of each expert's load and, from the
+first rank that has the layer, the bits of its bias; zeros from the others leave them as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from raydist.data.batches import MicroBatch
-from raydist.worker.comm.json_gather import gather_json, gather_json_on_first
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.model._moe import MixtureOfExperts, layers_of
 from raydist.worker.parallel._model_graph import plain_name
@@ -30,24 +31,32 @@ def _tell(layer: MixtureOfExperts, batch: MicroBatch, *, records: bool) -> None:
 class ExpertLoads(StepHook):
     """A hook of every step of a model with experts. Every rank has one. `parts`: the model, or the stages that this rank has of it.
 
-    `say`: rank 0's `Reporter.say`, None on the others; it gets the loads and biases of every `every`-th step. `imbalance`: of the
-    last step, the load of the fullest expert of a layer over the mean of that layer, for the worst layer; `exchanged`: bytes that
-    all ranks together sent to others for it; both None before the first step.
+    `say`: rank 0's `Reporter.say`, None on the others; it gets the layers' names. `every`: steps between two records of loads and
+    biases; None: none. Of the last step, on every rank, None before the first one: `imbalance`, the load of the fullest expert of a
+    layer over the mean of that layer, for the worst layer; `exchanged`: bytes that all ranks together sent to others for it.
     """
 
     def __init__(self, parts: Sequence[nn.Module], rank: Rank, every: int | None, say: Say | None) -> None:
-        self._rank, self._every, self._say = rank, every, say
+        self._rank, self._every = rank, every
         self._layers = {plain_name(name): layer for name, layer in layers_of(*parts)}
-        counts: dict[str, int] = {}
+        known: dict[str, tuple[int, bool]] = {}
         owners: dict[str, int] = {}
-        held = gather_json({n: layer.shape.count for n, layer in self._layers.items()}, rank.control)
-        for number, of_rank in enumerate(held):
-            counts |= of_rank
+        own = {n: (layer.shape.count, layer.router.bias is not None) for n, layer in self._layers.items()}
+        for number, of_rank in enumerate(gather_json(own, rank.control)):
+            known |= of_rank
             owners = dict.fromkeys(of_rank, number) | owners
-        self._owned = [name for name in self._layers if owners[name] == rank.rank]
+        self._owned = {name for name in self._layers if owners[name] == rank.rank}
         """The layers of which this rank is the first."""
-        self._apart = any(owners.values())
-        self._counts = {name: counts[name] for name in sorted(counts, key=_in_order)}
+        self._counts = {name: known[name][0] for name in sorted(known, key=_in_order)}
+        self._biased = [name for name in self._counts if every is not None and known[name][1]]
+        """The layers whose bias is recorded."""
+        self._experts = sum(self._counts.values())
+        self._zeros = {
+            n: torch.zeros(count, dtype=torch.int64, device=rank.device) for n, count in self._counts.items()
+        }
+        self._none = torch.zeros(1, dtype=torch.int64, device=rank.device)
+        if say is not None and self._counts:
+            say("experts", layers=self._counts)
         for layer in self._layers.values():
             layer.loads = layer.loads.to(rank.device)
         self._exchanges = list(
@@ -56,6 +65,9 @@ class ExpertLoads(StepHook):
         self._sent = 0
         self.loads: dict[str, torch.Tensor] = {}
         """Layer -> tokens of each expert in the last step, of all ranks; int64 [E] on the host."""
+        self._found = self._none
+        """Of the last step, on the host: the loads of all layers, the bits of their biases, and what was sent."""
+        self._due = False
         self.imbalance: float | None = None
         self.exchanged: int | None = None
 
@@ -67,7 +79,7 @@ class ExpertLoads(StepHook):
     @property
     def message(self) -> tuple[str, int, str]:
         """For traces: see MESSAGES in worker/step.py."""
-        return "all_reduce", sum(self._counts.values()) + 1, "loads of experts"
+        return "all_reduce", self._experts + sum(self._counts[name] for name in self._biased) + 1, "loads of experts"
 
     def begin(self, step: Step) -> None:
         """See `StepHook.begin`."""
@@ -90,39 +102,41 @@ class ExpertLoads(StepHook):
 
     def gradients_ready(self, step: Step) -> None:
         """Sums the loads. A collective."""
-        sums = torch.zeros(sum(self._counts.values()) + 1, dtype=torch.int64, device=self._rank.device)
-        parts = dict(zip((*self._counts, ""), torch.split(sums, [*self._counts.values(), 1]), strict=True))
-        for name, layer in self._layers.items():
-            parts[name].copy_(layer.loads)
-        parts[""].fill_(self._sent_so_far() - self._sent)
+        loads = [self._layers[name].loads if name in self._layers else zero for name, zero in self._zeros.items()]
+        sums = torch.cat([*loads, *map(self._bits, self._biased), self._none])
+        sums[-1] = self._sent_so_far() - self._sent
         if self._rank.world_size > 1:
             dist.all_reduce(sums)
-        found = sums.cpu()
-        *loads, sent = torch.split(found, [*self._counts.values(), 1])
-        self.loads = dict(zip(self._counts, loads, strict=True))
-        self.imbalance = max(float(load.max() * len(load) / load.sum().clamp(min=1)) for load in loads)
-        self.exchanged = int(sent)
+        self._found = found = sums.cpu()
+        self.loads = dict(zip(self._counts, torch.split(found[: self._experts], [*self._counts.values()]), strict=True))
+        self.imbalance = max(float(load.max() * len(load) / load.sum().clamp(min=1)) for load in self.loads.values())
+        self.exchanged = int(found[-1])
+        self._due = self._every is not None and step.number % self._every == 0
+
+    @property
+    def recorded(self) -> tuple[list[list[int]] | None, list[list[float]] | None]:
+        """Of the last step, by layer: its loads, and the bias with which its router chose; None if they are not to be recorded."""
+        if not self._due:
+            return None, None
+        loads = iter(self._found.tolist())
+        floats = iter(self._found[self._experts : -1].int().view(torch.float32).tolist())
+        counts = self._counts.items()
+        biases = [[*islice(floats, count if name in self._biased else 0)] for name, count in counts]
+        return [[*islice(loads, count)] for _, count in counts], biases if self._biased else None
+
+    def _bits(self, name: str) -> torch.Tensor:
+        """Of the bias of a layer, of which another rank is the first: zeros."""
+        if name not in self._owned:
+            return self._zeros[name]
+        bias = self._layers[name].router.bias
+        assert bias is not None, name
+        return bias.float().view(torch.int32)
 
     @torch.no_grad()
     def updated(self, step: Step) -> None:
         """Moves the biases. Every rank that has a layer does the same."""
         for name, layer in self._layers.items():
             layer.move_bias(self.loads[name])
-        if self._every and step.number % self._every == 0:
-            self._record(step.number)
-
-    def _record(self, step: int) -> None:
-        routers = {name: self._layers[name].router.bias for name in self._owned}
-        own = {name: bias.tolist() for name, bias in routers.items() if bias is not None}
-        every = gather_json_on_first(own, self._rank.control) if self._apart else [own]
-        if self._say is None or every is None:
-            return
-        biases = {name: bias for of_rank in every for name, bias in of_rank.items()}
-        layers = {
-            name: {"loads": loads.tolist()} | ({"bias": biases[name]} if name in biases else {})
-            for name, loads in self.loads.items()
-        }
-        self._say("expert_loads", step=step, imbalance=self.imbalance, exchanged=self.exchanged, layers=layers)
 
     def _sent_so_far(self) -> int:
         return sum(exchange.sent for exchange in self._exchanges)

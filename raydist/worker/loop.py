@@ -30,7 +30,7 @@ from raydist.worker.metrics.reporter import Reporter
 from raydist.worker.metrics.startup_timing import Startup
 from raydist.worker.metrics.telemetry import Telemetry
 from raydist.worker.optim.schedule import lr_at
-from raydist.worker.step import LEFT_OUT
+from raydist.worker.step import LEFT_OUT, StepReport
 
 Body = Callable[[Job, Rank, Reporter | None, Heartbeat, Startup, Telemetry], Outcome]
 
@@ -143,7 +143,7 @@ class _Run(Assembly):
                     at.loss = report.loss if math.isfinite(report.loss) else at.loss
                     ended = time.perf_counter()
                     self.heartbeat.stepped(ended - begun - batch.wait_seconds)
-                    self._record(batch, lr, report.loss, report.grad_norm, report.tokens, ended - begun)
+                    self._record(batch, lr, report, ended - begun)
                     self.checkpoints.stepped(ended - before, unusual)
                     before, unusual = ended, False
                     if at.step == first:
@@ -205,25 +205,27 @@ class _Run(Assembly):
         }
         self._tell(Event("data_stalled", time.time(), data))
 
-    def _record(self, batch: StepBatch, lr: float, loss: float, norm: float, tokens: int, seconds: float) -> None:
+    def _record(self, batch: StepBatch, lr: float, report: StepReport, seconds: float) -> None:
         if not (self.reporter or self.hooks):
             return
+        experts = self.experts if report is not LEFT_OUT else None
+        loads, bias = experts.recorded if experts else (None, None)
         sent = self.compression.last if self.compression else None
         sync = self.outer.last if self.outer else None
         record = StepRecord(  # the values are the same on every rank, but for those of compression and outer steps
             step=self.at.step,
-            loss=loss,
+            loss=report.loss,
             lr=lr,
-            grad_norm=norm,
-            tokens=tokens,
+            grad_norm=report.grad_norm,
+            tokens=report.tokens,
             seconds=seconds,
             data_seconds=batch.wait_seconds,
             world_size=self.rank.world_size,
             attempt=self.job.attempt,
             samples_hash=batch.samples_hash,
             grad_noise_scale=self.noise.scale if self.noise else None,
-            expert_imbalance=self.experts.imbalance if self.experts else None,
-            exchanged_bytes=self.experts.exchanged if self.experts else None,
+            expert_imbalance=experts.imbalance if experts else None,
+            exchanged_bytes=experts.exchanged if experts else None,
             residual_norm=sent.residual_norm if sent else None,
             compression_error=sent.compression_error if sent else None,
             sent_bytes=sent.sent_bytes if sent else None,
@@ -231,6 +233,8 @@ class _Run(Assembly):
             local_step=self.outer.local if self.outer else None,
             sync_seconds=sync[0] if sync else None,
             sync_bytes=sync[1] if sync else None,
+            expert_loads=loads,
+            expert_bias=bias,
         )
         if self.reporter:
             self.reporter.step(record)

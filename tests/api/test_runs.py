@@ -43,6 +43,9 @@ def test_a_finished_run(folder: RunDir) -> None:
     assert isinstance(run, raydist.Run)
     assert (run.name, run.uri, run.status) == ("a-run", folder.uri, "finished")
     assert run.steps()["loss"].to_pylist() == [1.0, 1 / 2, 1 / 3]
+    assert run.steps(["loss"]).column_names == ["step", "loss"]
+    with pytest.raises(UsageError, match="steps have no column 'lost'"):
+        run.steps(["lost"])
     assert [e.data["loss"] for e in run.events("eval")] == [2.5]
     assert len(run.events()) > len(run.events("eval"))
     assert [(f["rule"], f["rank"], f["at"]) for f in run.findings()] == [("leak", 1, 2.0)]

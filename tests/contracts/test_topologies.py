@@ -27,7 +27,19 @@ from raydist.worker.comm.links import Links
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.collective_counters import CollectiveCounters
 from raydist.worker.parallel._topology import teams
-from tests.training import CONTEXT, MODEL, Trainer, alone, counted, job, mesh_job, mine, run, samples
+from tests.training import (
+    CONTEXT,
+    MODEL,
+    Trainer,
+    alone,
+    counted,
+    job,
+    mesh_job,
+    mine,
+    run,
+    samples,
+    slow_link_found,
+)  # fmt: skip
 
 N, MICRO, STEPS = 12, 1, 2
 WAYS: dict[str, dict[str, Any]] = {
@@ -200,6 +212,12 @@ def test_an_order_is_measured_once_and_kept(ranks: Any, tmp_path: Path) -> None:
     assert kept.name == "ring-00003.json"
     kept.write_text(json.dumps({"v": 1, "chosen": {"order": [2, 0, 1], "because": "it was so", "measured": {}}}))
     assert run(ranks, settled, 3, str(tmp_path / "run"), True)[0] == ([2, 0, 1], ["comm.ring: it was so"])
+    slow_link_found(tmp_path / "run")
+    anew = run(ranks, settled, 3, str(tmp_path / "run"), False)
+    assert all(theirs == anew[0] for theirs in anew)
+    assert "MB/s" in anew[0][1][0]
+    assert run(ranks, settled, 3, str(tmp_path / "run"), True) == anew
+    assert {one.name for one in (tmp_path / "run" / "comm").iterdir()} == {"ring-00003.json", "ring-00003-slow-1.json"}
 
 
 @pytest.mark.parametrize(

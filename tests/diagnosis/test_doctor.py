@@ -370,14 +370,23 @@ def test_evaluation_and_storage_are_judged_from_events() -> None:
     ],
 )
 def test_an_uneven_router_is_named_where_it_does_not_even_out(shares: list[float], named: bool) -> None:
-    """`shares`: tokens of the first of two ranks, in each event."""
+    """`shares`: tokens of the first of two ranks, in every tenth step; in those between, the second has all. The same in events of
+    an earlier version."""
+    loads = [[[int(s * 500), int(s * 500), 1000 - 2 * int(s * 500), 0]] for s in shares]
+    names = Event("experts", T, {"layers": {"blocks.0.mlp": 4}})
+    count = 10 * len(shares) - 9
+    trained = [
+        row | {"expert_loads": loads[row["step"] // 10] if row["step"] % 10 == 0 else [[0, 0, 500, 500]]}
+        for row in steps([3.0] * count, [1.0] * count, first=0)
+    ]
     events = [
-        Event("expert_loads", T + i, {"step": i, "layers": {"blocks.0.mlp": {"loads": [s * 500, s * 500, 1000 - s * 1000, 0]}}})
-        for i, s in enumerate(shares)
-    ]  # fmt: skip
-    found = list(Diagnosis(spec={"parallel": {"expert": 2}}).observe([], [], events))
-    told_of = [one.culprit for one in found if one.rule == "expert_imbalance"]
-    assert told_of == ([{"parameter": "blocks.0.mlp", "expert_rank": 0}] if named else [])
+        Event("expert_loads", T + i, {"step": 10 * i, "layers": {"blocks.0.mlp": {"loads": made[0], "bias": None}}})
+        for i, made in enumerate(loads)
+    ]
+    for made, told in ((trained, [names]), ([], events)):
+        found = list(Diagnosis(spec={"parallel": {"expert": 2}}).observe([], made, told))
+        told_of = [one.culprit for one in found if one.rule == "expert_imbalance"]
+        assert told_of == ([{"parameter": "blocks.0.mlp", "expert_rank": 0}] if named else [])
 
 
 def test_a_layer_that_learns_nothing_or_too_much() -> None:

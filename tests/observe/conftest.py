@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,20 +11,22 @@ from typing import Any
 import pytest
 import ray
 
+from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.records import StepRecord
 from raydist.run.directory import RunDir
 
 
 @pytest.fixture(scope="module")
-def one_cpu() -> Iterator[None]:
-    """A local Ray with one CPU, for one module."""
-    root = str(Path(__file__).parents[2])
-    ray.init(
-        address="local", num_cpus=1, log_to_driver=False, object_store_memory=80 * 2**20,
-        runtime_env={"env_vars": {"PYTHONPATH": root}},
-    )  # fmt: skip
-    yield
-    ray.shutdown()
+def private_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """A private Ray, whose workers are forked, for one module."""
+    root, logs = str(Path(__file__).parents[2]), tmp_path_factory.mktemp("logs")
+    with open_session("local", env=worker_environment(), log_dir=logs, python_path=[root]) as opened:
+        yield opened
+
+
+def pid(actor: Any) -> int:
+    """The process id of the actor."""
+    return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())))
 
 
 @pytest.fixture

@@ -9,21 +9,16 @@ from typing import Any
 
 import pytest
 import ray
-from ray.util.state import get_actor
 
 from raydist.observe.warm_monitors import WarmMonitors
 from raydist.run.directory import RunDir
 from raydist.run.log import read_steps
 from raydist.run.status import last_word, read_state
+from tests.observe.conftest import pid
 
 Rows = Callable[..., list[dict[str, Any]]]
 Push = Callable[[Any, list[dict[str, Any]]], None]
-pytestmark = pytest.mark.usefixtures("one_cpu")
-
-
-def pid(actor: Any) -> int:
-    """The process id of the actor."""
-    return int(get_actor(actor._actor_id.hex(), address=ray.get_runtime_context().gcs_address).pid)
+pytestmark = pytest.mark.usefixtures("private_ray")
 
 
 def test_one_is_ready_and_becomes_the_run_s(tmp_path: Path, rows: Rows) -> None:
@@ -46,7 +41,8 @@ def test_one_is_ready_and_becomes_the_run_s(tmp_path: Path, rows: Rows) -> None:
     assert read_state(run)["driver"]["pid"] == os.getpid()
     other = monitors.get(RunDir(tmp_path / "other").uri, [], {})
     assert other._actor_id != mine._actor_id
-    ray.get(mine.end.remote("finished"))
+    for monitor in (mine, other):
+        ray.get(monitor.end.remote("finished"))
     assert read_steps(run)["step"].to_pylist() == [1, 2, 3]
     assert read_state(run)["status"] == "finished"
     assert (tmp_path / "out.jsonl").read_text().count('"type": "step"') == 3
@@ -80,6 +76,7 @@ def test_one_that_cannot_take_the_run_is_not_missed(tmp_path: Path) -> None:
     assert mine._actor_id != ready._actor_id
     ray.get(mine.begin_attempt.remote(1, 1, 0))
     assert read_state(run)["status"] == "running"
+    ray.get(mine.end.remote("paused"))
     monitors.end()
 
 

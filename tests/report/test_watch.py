@@ -72,7 +72,7 @@ def test_a_view(monitor: RunMonitor, tmp_path: Path) -> None:
 
 def test_experts(monitor: RunMonitor, tmp_path: Path) -> None:
     """The last step's imbalance and exchanged bytes are shown for a model with experts alone; and the newest loads that were
-    recorded, with a bar for each expert."""
+    recorded, with a bar for each expert; of an earlier version from its event."""
     seen = watch.view(RunDir(tmp_path / "a-run"))
     assert (seen["expert_imbalance"], seen["exchanged_bytes"]) == (None, None)
     assert "imbalance" not in watch.line(seen)
@@ -86,11 +86,16 @@ def test_experts(monitor: RunMonitor, tmp_path: Path) -> None:
     assert "last sync" not in watch.line(seen)
     assert seen["expert_loads"] is None
     layers = {"blocks.0.mlp": {"loads": [4, 0, 8, 4], "bias": [0.0] * 4}, "blocks.1.mlp": {"loads": [4, 4, 4, 4]}}
-    told = {"step": 10, "imbalance": 2.0, "exchanged": 3 << 20, "layers": layers}
-    monitor.push([], [Event("expert_loads", time.time(), told).to_dict()])
-    monitor.flush()
-    seen = watch.view(RunDir(tmp_path / "a-run"))
-    assert seen["expert_loads"] == {"step": 10, "layers": {"blocks.0.mlp": [4, 0, 8, 4], "blocks.1.mlp": [4, 4, 4, 4]}}
+    earlier = {"step": 10, "imbalance": 2.0, "exchanged": 3 << 20, "layers": layers}
+    names = Event("experts", time.time(), {"layers": {"blocks.0.mlp": 4, "blocks.1.mlp": 4}})
+    known = replace(step, step=11, expert_imbalance=2.0, expert_loads=[[4, 0, 8, 4], [4, 4, 4, 4]])
+    left_out = replace(step, step=12, expert_imbalance=2.0)
+    for at, rows, event in ((10, [], Event("expert_loads", time.time(), earlier)), (11, [known, left_out], names)):
+        monitor.push([row.to_dict() for row in rows], [event.to_dict()])
+        monitor.flush()
+        seen = watch.view(RunDir(tmp_path / "a-run"))
+        bars = {"blocks.0.mlp": [4, 0, 8, 4], "blocks.1.mlp": [4, 4, 4, 4]}
+        assert seen["expert_loads"] == {"step": at, "layers": bars}
     console = Console(file=io.StringIO(), width=140)
     console.print(watch.panel(seen))
     shown = console.file.getvalue()  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -27,13 +28,15 @@ from raydist.run.directory import EVENTS, METRICS, RunDir
 from raydist.run.log import (
     FIELDS,
     SCHEMA,
+    SINGLE,
     last_attempt,
     merge,
+    newest_loads,
     read_events,
     read_segments,
     read_steps,
 )
-from raydist.run.log_writer import SEGMENT_ROWS, RunLog
+from raydist.run.log_writer import SEGMENT_NUMBERS, SEGMENT_ROWS, RunLog
 
 
 def record(step: int, attempt: int = 1, **changes: Any) -> dict[str, Any]:
@@ -119,6 +122,49 @@ def test_figures_of_experts(run: RunDir) -> None:
     log.close()
     assert read_steps(run)["expert_imbalance"].to_pylist() == [None, 1.5, None]
     assert read_steps(run)["exchanged_bytes"].to_pylist() == [None, 2**53 + 1, 0]
+
+
+def test_loads_and_biases_of_experts(run: RunDir) -> None:
+    """Lists of lists of any lengths, with the same bits; null in steps without. Also merged with rows that a restart replaced and
+    with a segment of a version without these columns. A load that is no whole number is refused, as is one of more than 32 bits."""
+    loads = [None, [[3, 0, 2**31 - 1], [7]], [[], [1, 2]], None, [[0] * 3, [5]]]
+    bias = [None, [[0.5, -1 / 3, 1e-3], []], None, None, [[0.0] * 3, []]]
+    made = [record(s, expert_loads=a, expert_bias=b) for s, (a, b) in enumerate(zip(loads, bias, strict=True), 1)]
+    log = RunLog(run)
+    log.steps(made)
+    for wrong, kind in (([[1.5]], TypeError), ([[2**31]], OverflowError), ([3], TypeError)):
+        with pytest.raises(kind):
+            log.steps([record(6, expert_loads=wrong)])
+    log.flush()
+    single = np.float32(-1 / 3)
+    bias[1] = [[0.5, float(single), float(np.float32(1e-3))], []]
+    assert read_steps(run)["expert_loads"].to_pylist() == loads
+    assert read_steps(run)["expert_bias"].to_pylist() == bias
+    assert newest_loads(run) == (5, loads[4])
+    log.attempt(2, 3)
+    log.steps([record(4, 2, expert_loads=loads[1])])
+    log.close()
+    assert read_steps(run)["expert_loads"].to_pylist() == [*loads[:3], loads[1]]
+    path = run.storage.path(f"{METRICS}/attempt-0001-000000.parquet")
+    pq.write_table(pq.read_table(path).drop_columns(["expert_loads", "expert_bias"]), path)
+    assert read_steps(run)["expert_loads"].to_pylist() == [None] * 3 + [loads[1]]
+    assert read_steps(run).schema.equals(SCHEMA)
+    assert read_steps(run, SINGLE).schema.names == list(SINGLE)
+    assert read_steps(run, ["loss"]).to_pylist() == [{"step": s, "loss": 1 / s} for s in range(1, 5)]
+
+
+def test_many_experts_end_a_segment(run: RunDir) -> None:
+    """Whatever the pushes: a segment of SEGMENT_NUMBERS loads and biases is complete, and steps without them count by rows."""
+    wide = [list(range(SEGMENT_NUMBERS // 8))] * 2
+    rows = [record(s, expert_loads=wide if s % 2 else None) for s in range(1, 22)]
+    log = RunLog(run)
+    log.steps(rows[:3])
+    log.steps(rows[3:])
+    log.close()
+    assert [s.rows.num_rows for s in read_segments(run, SINGLE)] == [7, 8, 6]
+    assert [s.rows.num_rows for s in read_segments(run, ("expert_loads",), newest=2)] == [8, 6]
+    assert read_steps(run)["expert_loads"].to_pylist() == [row["expert_loads"] for row in rows]
+    assert newest_loads(run) == (21, wide)
 
 
 def test_local_steps_are_booleans(run: RunDir) -> None:

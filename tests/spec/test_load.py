@@ -238,6 +238,15 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
         ("parallel.pipeline=2 & parallel.pipeline_cut=[1,9]", "has 10 blocks in all, and the model has"),
         ("parallel.chunks=2", "parallel.chunks: 2 needs stages on several ranks"),
         ("parallel.pipeline=2 & train.compile=true", "compiles the whole model"),
+        (
+            "model={name: llama, width: 4, heads: 2, options: {rope_scaling: {rope_type: dynamic, factor: 2, "
+            "original_max_position_embeddings: 8}}}",
+            "model.options.rope_scaling.rope_type: 'dynamic' divides by the rotated size of a head less 2, which is 0 here",
+        ),
+        (
+            "model={name: transformers, options: {config: {model_type: bloom}}} & data.pack=true",
+            "data.pack: True needs a model that keeps documents apart: bloom of transformers does not, it takes no position_ids",
+        ),
         ("parallel.expert=2", "parallel.expert: 2 needs a model with experts, and gpt has none"),
         ("model.name=mixtral & parallel.expert=3", "parallel.expert: 3 does not divide the 8 experts of a layer"),
         (

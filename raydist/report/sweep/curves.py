@@ -42,7 +42,7 @@ def curves(summary: Mapping[str, Any], most: int) -> list[Curve]:
 
 
 def _curve(name: str, run: RunDir) -> Curve:
-    rows = read_steps(run)
+    rows = read_steps(run, ("tokens", "loss"))
     steps, seen = np.asarray(rows["step"]), np.cumsum(np.asarray(rows["tokens"], dtype=np.float64))
     held_out = {
         step: loss for step, loss in evals(read_events(run)).items() if step <= (steps[-1] if len(steps) else 0)

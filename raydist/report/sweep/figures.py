@@ -17,7 +17,7 @@ from raydist.records import Event
 from raydist.report.summary import evals
 from raydist.report.sweep.time_to_loss import PARTS, course
 from raydist.run.directory import RunDir
-from raydist.run.log import Segment, merge, read_events, read_segments
+from raydist.run.log import SINGLE, Segment, merge, read_events, read_segments
 from raydist.run.status import last_word
 from raydist.run.sweep_state import CellState
 
@@ -29,7 +29,7 @@ def measure(run: RunDir) -> dict[str, Any]:
     attempt's last 50 steps; `grad_noise_scale`: the last known one, in sequences; `course`: see time_to_loss.py. Raises
     StorageError.
     """
-    return figures(read_segments(run), read_events(run))
+    return figures(read_segments(run, SINGLE), read_events(run))
 
 
 def figures(segments: Sequence[Segment], events: Sequence[Event]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Runs in: each train worker, every rank, before the run's own model is built. Tor
       -> RUN/comm/world-00004.json                                every restart reads it there
 
 Which compressor is chosen changes numbers, and what is left of gradients is state of its kind. So a run keeps it at every number of
-ranks; the topology is chosen for each number.
+ranks; the topology is chosen for each number, and anew after a link was found to have become slow.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def settle(spec: JobSpec, rank: Rank, run: RunDir, build: Build, example: Exampl
     torchs = Way(bucket_mb=_size(spec))
     if rank.world_size == 1:
         return torchs.of(spec), None
-    name = f"{COMM}/world-{rank.world_size:05d}.json"
+    name = kept.links_file(run, "world", rank.world_size) if rank.first else ""
     known = kept.from_first(rank, Chosen, kept.read(run, name, Chosen) if rank.first else None)
     if known is None:
         before = kept.from_first(rank, Chosen, _elsewhere(run) if rank.first else None)
@@ -96,7 +96,7 @@ def _size(spec: JobSpec) -> float | None:
 
 
 def _elsewhere(run: RunDir) -> Chosen | None:
-    """Rank 0. What this run has chosen at another number of ranks."""
+    """Rank 0. What this run has chosen at another number of ranks, or before a link became slow."""
     for name in sorted(run.storage.files(COMM)):
         if name.startswith(f"{COMM}/world-"):
             return kept.read(run, name, Chosen)
@@ -106,12 +106,12 @@ def _elsewhere(run: RunDir) -> Chosen | None:
 def tried(
     spec: JobSpec, rank: Rank, run: RunDir, build: Build, example: Example, before: Chosen | None = None
 ) -> Chosen:
-    """Measures ways, and takes the fastest. Every rank. `before`: the run's choice at another number of ranks."""
+    """Measures ways, and takes the fastest. Every rank. `before`: an earlier choice of the run."""
     size = _size(spec)
     torchs = Way(bucket_mb=size)
     if before is not None and before.way["compress"] != NONE:
         way = Way(**{**before.way, "topology": TORCH, "ring": None})
-        return Chosen(asdict(way), f"{way}: as this run has chosen at another number of ranks", {})
+        return Chosen(asdict(way), f"{way}: as this run has chosen before", {})
 
     def timed(way: Way) -> Passes:
         return passes(way.of(spec), rank, way.bucket_mb, build, example)

@@ -1,6 +1,7 @@
 """Choices that a run makes once, by measurement, and keeps: every restart has the same, and so the same bits.
 
-Runs in: each train worker. Torch, never ray. Rank 0 writes a choice to the run's folder; every attempt reads it there.
+Runs in: each train worker. Torch, never ray. Rank 0 writes a choice to the run's folder; every attempt reads it there. A choice
+about links is made anew by the first restart after the doctor has found a link that became slow.
 """
 
 from __future__ import annotations
@@ -11,12 +12,22 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from raydist.parsing import parse_json
-from raydist.run.directory import RunDir
+from raydist.run.directory import COMM, RunDir
+from raydist.run.log import read_events
 from raydist.worker.comm.json_gather import broadcast_json
 from raydist.worker.distributed import Rank
 
 T = TypeVar("T", bound=Any)
 """A dataclass of plain values."""
+
+
+def links_file(run: RunDir, what: str, world_size: int) -> str:
+    """Rank 0. The file of a choice about links, for that many ranks: another one after each finding of a slow link."""
+    slow = sum(
+        event.kind == "finding" and event.data["rule"] == "slow_link" and event.data.get("state", "new") == "new"
+        for event in read_events(run)
+    )
+    return f"{COMM}/{what}-{world_size:05d}{f'-slow-{slow}' if slow else ''}.json"
 
 
 def keep(run: RunDir, name: str, chosen: T) -> T:

@@ -3,7 +3,7 @@
 Runs in: each train worker, every rank. Torch, never ray. How sums then go: raydist/worker/parallel/_topology.py.
 
 On three or more ranks the order changes the bits of a sum. So rank 0 writes it to the run's folder, once for each number of ranks,
-and every restart reads it there and measures nothing.
+and every restart reads it there and measures nothing, until a link is found to have become slow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from raydist.errors import UserError
-from raydist.run.directory import COMM, RunDir
+from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 from raydist.worker.comm import kept, links
 from raydist.worker.comm.json_gather import gather_json
@@ -71,7 +71,7 @@ def _no_ring(rank: Rank, order: Sequence[int] | None) -> UserError | None:
 
 def measured(rank: Rank, run: RunDir) -> Ring:
     """The order that was kept for this number of ranks, or else that of the links as they are now. Every rank."""
-    name = f"{COMM}/ring-{rank.world_size:05d}.json"
+    name = kept.links_file(run, "ring", rank.world_size) if rank.first else ""
     known = kept.from_first(rank, Ring, kept.read(run, name, Ring) if rank.first else None)
     if known is not None:
         return known

@@ -10,9 +10,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from raydist.records import EXPORTED_ONLY, Event, StepRecord
+from raydist.records import EXPORTED_ONLY, LISTS, Event, StepRecord, numbers
 
 Push = Callable[[list[dict[str, Any]], list[dict[str, Any]]], Mapping[str, Any] | None]
 """(records, events) -> the reply of `RunMonitor.push`. If it raises, the same data is sent again."""
@@ -24,6 +25,9 @@ UNSENT = "unsent"
 """The key in a checkpoint's plain state."""
 UNSENT_RECORDS, UNSENT_EVENTS = 10_000, 1000
 """The most that a checkpoint contains: about 5 MB of its manifest."""
+NUMBERS = 1 << 21
+"""Most loads and biases of experts that are buffered, about 64 MB: older steps are sent without theirs."""
+_NO_LISTS = dict.fromkeys(LISTS)
 FIGURES = 4
 """Most large events (records.EXPORTED_ONLY) that are buffered. They are sent once, and not repeated after an error."""
 
@@ -36,6 +40,8 @@ class Reporter:
         self._records: deque[dict[str, Any]] = deque(maxlen=CAPACITY)
         self._events: deque[dict[str, Any]] = deque(maxlen=CAPACITY)
         self._figures: deque[dict[str, Any]] = deque(maxlen=FIGURES)
+        self._large = CAPACITY
+        """The newest so many steps are buffered with their loads."""
         self._sent: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []
         """Records and events of a push that was not answered yet."""
         self._wake = threading.Event()
@@ -53,7 +59,12 @@ class Reporter:
 
     def step(self, record: StepRecord) -> None:
         """Records a completed step."""
-        self._records.append(record.to_dict())
+        row = record.to_dict()
+        self._records.append(row)
+        if size := numbers(row):
+            self._large = max(NUMBERS // size, 1)
+        with suppress(IndexError):  # not so many are waiting
+            self._records[-1 - self._large].update(_NO_LISTS)
 
     def event(self, event: Event) -> None:
         """Records an event. It is sent at once."""
@@ -92,12 +103,12 @@ class Reporter:
 
     def before_commit(self, step: int) -> dict[str, Any]:
         """Flushes. What a checkpoint of `step` must contain so that the records of the steps before it are not lost with this
-        process: nothing; or, if the monitor does not answer, {UNSENT: what it has not received}.
+        process: nothing; or, if the monitor does not answer, {UNSENT: what it has not received}, without loads of experts.
         """
         if self.flush():
             return {}
         records, events = ([*sent, *left] for sent, left in zip(self._sent, (self._records, self._events), strict=True))
-        records = [record for record in records if record["step"] <= step][-UNSENT_RECORDS:]
+        records = [record | _NO_LISTS for record in records if record["step"] <= step][-UNSENT_RECORDS:]
         events = json.loads(json.dumps(events[-UNSENT_EVENTS:], default=str))  # plain, as in the log
         return {UNSENT: {"records": records, "events": events}} if records or events else {}
 
@@ -126,6 +137,8 @@ class Reporter:
                 answer = self._push(records, events + _take(self._figures)) or {}
             except Exception:
                 # Back before newer data; the next round tries again.
+                for row in records[: max(len(records) + len(self._records) - self._large, 0)]:
+                    row.update(_NO_LISTS)
                 _restore(self._records, records)
                 _restore(self._events, events)
                 return False

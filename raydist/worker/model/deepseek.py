@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from raydist.data.batches import MASKED
 from raydist.errors import UserError
-from raydist.spec.decoder import DecoderOptions, Dense, RopeScaling, check_ranks, check_sequence_ranks, default_hidden
+from raydist.spec.decoder import (
+    DecoderOptions,
+    Dense,
+    RopeScaling,
+    check_ranks,
+    check_scaling,
+    check_sequence_ranks,
+    default_hidden,
+)
 from raydist.spec.experts import Experts, SparseOptions, check_experts, with_experts
 from raydist.spec.huggingface import Config, HuggingFace, Piece, decoder_config, decoder_fields, need, sparse_pieces
 from raydist.spec.latent_attention import LatentShape
@@ -116,6 +124,7 @@ def check_spec(spec: ModelSpec) -> None:
         raise problem("heads", spec.heads, f"does not divide width {spec.width}", near_divisors(spec.width, spec.heads))
     if (rope := latent(spec).rope) % 2:
         raise problem("options.qk_rope_head_dim", rope, "is odd", "rotary positions need an even size")
+    check_scaling(options.rope_scaling, rope)
     if options.first_k_dense_replace >= spec.layers:
         raise problem("options.first_k_dense_replace", options.first_k_dense_replace, "leaves no layer with experts",
                       f"set it below layers: {spec.layers}")  # fmt: skip

@@ -39,7 +39,7 @@ check_context = check_sequence_ranks
 
 def check_spec(spec: ModelSpec) -> None:
     """Raises SpecValueError for values that cannot be combined."""
-    check_heads(spec, Options(**spec.options).head_dim)
+    check_heads(spec, Options(**spec.options))
     if spec.qk_norm:
         raise problem("qk_norm", True, "llama does not normalise queries and keys", "set model.name: qwen")
 

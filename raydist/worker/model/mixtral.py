@@ -41,7 +41,7 @@ check_context = check_sequence_ranks
 
 def check_spec(spec: ModelSpec) -> None:
     """Raises SpecValueError for values that cannot be combined."""
-    check_heads(spec, Options(**spec.options).head_dim)
+    check_heads(spec, Options(**spec.options))
     if spec.qk_norm:
         raise problem("qk_norm", True, "mixtral does not normalise queries and keys", "set model.name: qwen_moe")
     check_experts(shape(spec), count="num_local_experts", chosen="num_experts_per_tok")

@@ -40,7 +40,7 @@ check_context = check_sequence_ranks
 def check_spec(spec: ModelSpec) -> None:
     """Raises SpecValueError for values that cannot be combined."""
     options = Options(**spec.options)
-    check_heads(spec, options.head_dim)
+    check_heads(spec, options)
     if options.max_window_layers and options.sliding_window is None:
         raise problem("options.max_window_layers", options.max_window_layers, "has no effect without sliding_window",
                       "remove it, or set sliding_window")  # fmt: skip

@@ -63,7 +63,7 @@ check_context = check_sequence_ranks
 def check_spec(spec: ModelSpec) -> None:
     """Raises SpecValueError for values that cannot be combined."""
     options = Options(**spec.options)
-    check_heads(spec, options.head_dim)
+    check_heads(spec, options)
     if spec.qk_norm and options.shared_expert_intermediate_size:
         raise problem("options.shared_expert_intermediate_size", options.shared_expert_intermediate_size,
                       "has no effect with qk_norm: Qwen3-MoE has no shared expert", "remove one of both")  # fmt: skip

@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from raydist import pysource
 from raydist.errors import UserError
 from raydist.parsing import DAMAGED, parse_json
+from raydist.spec import transformers_source
 from raydist.spec.parts import Part, problem
 from raydist.worker.model._decoder import append, draw
 from raydist.worker.model._rotary import packed_mask, packed_positions
@@ -41,7 +40,6 @@ FILES = ("config", "weights")
 BY_LAYERS = False
 """`model.layers` does not set the number of blocks."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 _PROBED = 8
 """Tokens with which packing is tried."""
 
@@ -60,15 +58,13 @@ class Options(Part):
 
 def check_spec(spec: ModelSpec) -> None:
     """Raises SpecValueError for a config that cannot be read, and for an architecture that the library does not have."""
-    package = find_spec("transformers")
-    if package is None or not package.submodule_search_locations:
+    known = transformers_source.models()
+    if known is None:
         raise problem("name", "transformers", "needs the package transformers",
                       "pip install 'raydist[transformers]', on all nodes")  # fmt: skip
     config = values(spec)
     if config is None:  # of a hub: read once it is downloaded
         return
-    auto = Path(package.submodule_search_locations[0]) / "models/auto/modeling_auto.py"
-    known = pysource.pick("transformers.models.auto.modeling_auto", auto, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     kind = config.get("model_type")
     if kind not in known:
         near = difflib.get_close_matches(str(kind), known, n=1)
@@ -111,7 +107,12 @@ def vocabulary(spec: ModelSpec) -> int | None:
 
 
 def check_job(job: JobSpec) -> None:
-    """Raises SpecValueError for meshes that the library's code cannot run on."""
+    """Raises SpecValueError for meshes that the library's code cannot run on, and for packed documents where its source shows that
+    they are not kept apart; else that is found out when the model is built."""
+    config = values(job.model) if job.data.pack else None
+    if config is not None and (why := transformers_source.known_not_to_pack(config)):
+        raise problem("data.pack", True, f"needs a model that keeps documents apart: {config['model_type']} of transformers does "
+                      f"not, {why}", "set false, or take a built-in model")  # fmt: skip
     axes = {axis: getattr(job.parallel, axis) for axis in ("tensor", "pipeline", "context", "expert")}
     if split := {axis: size for axis, size in axes.items() if size > 1}:
         first, *others = split
@@ -207,13 +208,10 @@ class Transformers(nn.Module):
     @torch.no_grad()
     def _why_not_packed(self) -> str:
         """Why packed documents cannot be kept apart, "" if they are: tried on the CPU with two documents of a few tokens."""
-        takes = inspect.signature(self.inner.forward).parameters
-        if missing := [name for name in ("attention_mask", "position_ids") if name not in takes]:
-            return f"it takes no {' and no '.join(missing)}"
         config = self.inner.config.get_text_config()
-        for key in _WINDOWS:
-            if isinstance(getattr(config, key, None), int) and getattr(config, "use_sliding_window", True):
-                return f"its config has {key}, which a mask of documents replaces"
+        takes = inspect.signature(self.inner.forward).parameters
+        if why := transformers_source.cannot_pack(takes, lambda key: getattr(config, key, None)):
+            return why
         if isinstance(next(self.inner.parameters()), FakeTensor):  # of a plan, which has no values
             return ""
         was_training, half = self.inner.training, min(_PROBED, self.spec.context) // 2

@@ -21,7 +21,7 @@ from raydist.worker.comm import auto
 from raydist.worker.comm.auto import Way, fastest, within
 from raydist.worker.comm.buckets.measure import Passes
 from raydist.worker.distributed import Rank
-from tests.training import job, run
+from tests.training import job, run, slow_link_found
 from tests.worker.comm.test_buckets import build, dataset, example, trained
 
 __all__ = ["dataset"]
@@ -95,15 +95,21 @@ def test_the_fastest_is_taken_and_kept(ranks: Any, tmp_path: Path) -> None:
     assert kept["seconds"] == {"no exchange": 0.7, **{way: SLOW[way] for way in ways}}
 
 
-def test_another_number_of_ranks_keeps_the_compressor(ranks: Any, tmp_path: Path) -> None:
+def test_another_number_of_ranks_and_a_slow_link_keep_the_compressor(ranks: Any, tmp_path: Path) -> None:
     """What is left of gradients is of its kind. Where none was chosen, topologies are chosen anew. One rank has no choice."""
     cases = [("int8", SLOW, {}), ("none", {**SLOW, "bf16, buckets of 1 MiB": 1.49, INT8: 1.49}, {})]
     run(ranks, settled, 2, str(tmp_path), BOTH, cases)
     times = {"torch": 2.0, "direct": 1.9}
     int8, none = run(ranks, settled, 3, str(tmp_path), BOTH, [("int8", times, {}), ("none", times, {})])[0]
-    assert int8 == (INT8, f"{INT8}: as this run has chosen at another number of ranks", [])
+    assert int8 == (INT8, f"{INT8}: as this run has chosen before", [])
     assert (none[0], none[2][:2]) == ("direct", ["torch", "direct"])
     assert run(ranks, settled, 1, str(tmp_path), BOTH, [("int8", {}, {})]) == [[("torch", None, [])]]
+    for name in ("int8", "none"):
+        slow_link_found(tmp_path / name)
+    times = {"torch": 2.0, "direct": 2.1}
+    int8, none = run(ranks, settled, 3, str(tmp_path), BOTH, [("int8", times, {}), ("none", times, {})])[0]
+    assert int8 == (INT8, f"{INT8}: as this run has chosen before", [])
+    assert (none[0], none[2][:2]) == ("torch", ["torch", "direct"])
 
 
 def test_ways_on_two_nodes(ranks: Any, tmp_path: Path) -> None:

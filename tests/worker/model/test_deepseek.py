@@ -152,6 +152,15 @@ def test_flops_of_further_tokens() -> None:
         ({"qk_norm": True}, "model.qk_norm: True deepseek normalises latents"),
         ({"heads": 3}, "model.heads: 3 does not divide width 128"),
         ({"options": {"qk_rope_head_dim": 5}}, "model.options.qk_rope_head_dim: 5 is odd"),
+        (
+            {
+                "options": {
+                    "qk_rope_head_dim": 2,
+                    "rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
+                }
+            },
+            "rope_type: 'dynamic' divides by the rotated size of a head less 2, which is 0 here; take linear, or larger heads",
+        ),
         ({"options": {"first_k_dense_replace": 4}}, "leaves no layer with experts; set it below layers: 4"),
         ({"options": {"topk_method": "greedy", "n_group": 2}}, "n_group: 2 has no effect with topk_method: greedy"),
         ({"options": {"topk_method": "group_limited_greedy", "bias_rate": 0.1}}, "bias_rate: 0.1 has no effect"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from pydantic import ValidationError
 
-from raydist import registry
 from raydist.checkpoint import hub
 from raydist.data.batches import MASKED
 from raydist.errors import SpecError, UserError
 from raydist.planner.facts import Pass
 from raydist.planner.measure import Planner
-from raydist.spec import JobSpec, ModelSpec, load
+from raydist.spec import JobSpec, ModelSpec, load, transformers_source
 from raydist.worker.distributed import Rank
 from raydist.worker.model.transformers import build
 from tests.ownmodels import save_pretrained
@@ -92,6 +93,52 @@ def test_what_cannot_keep_documents_apart_says_so(config: dict[str, Any], why: s
         model(tokens, documents=torch.zeros_like(tokens))
 
 
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (BLOOM, "it takes no position_ids"),
+        (MAMBA, "it takes no position_ids"),
+        ({"model_type": "xlstm"}, "it takes no attention_mask and no position_ids"),
+        (WINDOW, "its config has sliding_window, which a mask of documents replaces"),
+        ({"model_type": "mistral"}, "its config has sliding_window, which a mask of documents replaces"),
+        ({"model_type": "gemma3_text"}, "its config has sliding_window, which a mask of documents replaces"),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            "its config has sliding_window, which a mask of documents replaces",
+        ),
+        ({"model_type": "mistral", "sliding_window": None}, ""),
+        ({"model_type": "qwen2"}, ""),
+        ({"model_type": "gpt-sw3"}, ""),
+        (FALCON, ""),
+    ],
+)
+def test_what_the_source_shows_is_refused_with_the_spec(config: dict[str, Any], why: str) -> None:
+    """Before any worker starts, from the library's source: arguments, and windows of the config or of its class's defaults."""
+    if not why:
+        assert of(config, data={"source": "any", "pack": True}).data.pack
+        return
+    with pytest.raises(ValidationError, match=f"{config['model_type']} of transformers does not, {why}"):
+        of(config, data={"source": "any", "pack": True})
+    assert not of(config).data.pack
+
+
+def test_a_config_of_a_hub_is_checked_once_it_is_here(tmp_path: Path) -> None:
+    """It was not there when the job was read."""
+    of_hub = tmp_path / "runs" / hub.CACHE / "models--me--tiny"
+    for name, text in (("refs/main", "abc"), ("snapshots/abc/config.json", json.dumps(BLOOM))):
+        (of_hub / name).parent.mkdir(parents=True)
+        (of_hub / name).write_text(text)
+    for pack in (False, True):
+        model = {"options": {"config": "hf://me/tiny"}}
+        spec = written(tmp_path, model=model, data={"source": "any", "pack": pack})
+        if not pack:
+            found = hub.local(spec, str(tmp_path / "runs"), present=True).model.options["config"]
+            assert found == str(of_hub / "snapshots/abc")
+            continue
+        with pytest.raises(SpecError, match="data.pack: .* bloom of transformers does not"):
+            hub.local(spec, str(tmp_path / "runs"), present=True)
+
+
 def test_a_model_that_mixes_documents_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a mask and positions, and ignores them: two documents in a few tokens show it."""
     from transformers import GPT2LMHeadModel
@@ -158,8 +205,7 @@ def test_a_config_that_the_library_refuses() -> None:
 
 def test_the_package_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the job is refused, with the command that installs it."""
-    found = registry.described("model", "transformers", "check_spec")
-    monkeypatch.setitem(found.__globals__, "find_spec", lambda name: None)
+    monkeypatch.setattr(transformers_source, "find_spec", lambda name: None)
     with pytest.raises(SpecError, match=r"needs the package transformers; pip install 'raydist\[transformers\]'"):
         written(tmp_path, model={"options": {"config": GPT2}})
 
