@@ -40,7 +40,7 @@ class Idle:
 class Sink(Idle):
     """Takes rows and drops them."""
 
-    def observe(self, rows: list[dict[str, Any]]) -> None:
+    def observe(self, rows: list[dict[str, Any]], sent: float) -> None:
         """Like the run monitor's method."""
 
 
@@ -52,7 +52,7 @@ def tell(boards: list[Mailbox]) -> None:
     """Writes a row with all columns for each rank."""
     for rank, place in enumerate(boards):
         row = dict.fromkeys(telemetry_schema.RANK, 123456789) | {
-            "at": time.time(),
+            "monotonic": time.monotonic(),
             "rank": rank,
             "attempt": 1,
             "step": 7,
@@ -62,7 +62,7 @@ def tell(boards: list[Mailbox]) -> None:
 
 def reading(folder: str, boards: list[Mailbox]) -> dict[str, float]:
     """Processor time in ms, and bytes sent, of one reading."""
-    monitor = SimpleNamespace(observe=SimpleNamespace(remote=lambda rows: None))
+    monitor = SimpleNamespace(observe=SimpleNamespace(remote=lambda rows, sent: None))
     agent = NodeMonitor(folder, "127.0.0.1", monitor, 3600.0, folder)
     agent.note()
     spent, rows = 0.0, []

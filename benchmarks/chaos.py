@@ -96,6 +96,9 @@ KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.SlowData(rank=rank, step=step, seconds=0.5),
     lambda rank, step: faults.SlowRank(rank=rank, step=step, seconds=0.1, steps=3),
     lambda rank, step: faults.StaleStorage(rank=rank, step=step, seconds=0.5),
+    lambda rank, step: faults.NoInodes(rank=rank, step=step, operations=1),
+    lambda rank, step: faults.CutUpload(rank=rank, step=step, operations=1),
+    lambda rank, step: faults.BusyStorage(rank=rank, step=step, seconds=0.5),
     lambda rank, step: faults.UnmountedStorage(rank=rank, step=step, seconds=0.5),
     lambda rank, step: faults.HangingStorage(rank=rank, step=step, seconds=5.0),
     lambda rank, step: faults.NoDescriptors(rank=rank, step=step, seconds=0.5),
@@ -108,7 +111,12 @@ KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.SlowDisk(rank=rank, step=step, seconds=3.0, bytes_per_s=1 << 20),
     lambda rank, step: faults.DamageCopy(rank=rank, step=step),
     lambda rank, step: faults.DamageMessage(rank=rank, step=step),
-    lambda rank, step: faults.ClockJump(rank=rank, step=step, seconds=3600.0 if step % 2 else -3600.0),
+    *(
+        lambda rank, step, of=of: faults.ClockJump(
+            rank=rank, step=step, process=of, seconds=3600.0 if step % 2 else -3600.0
+        )
+        for of in ("rank", "agent")
+    ),
     lambda rank, step: faults.SuspendProcess(rank=rank, step=step, process="agent", seconds=5.0),
     lambda rank, step: faults.SuspendProcess(rank=rank, step=step, process="agent", seconds=20.0),
     lambda rank, step: faults.KillAgent(rank=rank, step=step),

@@ -32,8 +32,9 @@ from report import make, reading, record
 
 from raydist.records import Event
 from raydist.run.directory import SPEC, RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.log_writer import RunLog
-from raydist.run.status import this_process, write_state
+from raydist.run.status import write_state
 from raydist.run.telemetry_log import TelemetryLog
 
 RANKS = 8

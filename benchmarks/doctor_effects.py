@@ -148,6 +148,17 @@ def overfit(run: Run) -> float:
     return 3.0 / (1 + turn / 300) + rise + 0.001 * float(run.rng.standard_normal())
 
 
+def standstill(run: Run) -> float:
+    """The loss on held-out samples, which no longer falls."""
+    turn = int(run.text.setdefault("turn", run.step)) if run.on else run.step
+    return 3.0 / (1 + turn / 300) + 0.0005 * abs(float(run.rng.standard_normal()))
+
+
+def by_heart(run: Run, loss: float, norm: float) -> tuple[float, float]:
+    """The training loss, which falls by a quarter in each pass of three evaluations."""
+    return loss * float(0.75 ** ((run.step - run.text.setdefault("hit", run.step)) / (3 * run.every))), norm
+
+
 def loads(run: Run) -> list[list[int]]:
     """Of one layer with 16 experts: two get nothing, or those of one rank get more."""
     loads = run.rng.multinomial(4096, run.rng.dirichlet(np.full(16, 20.0)))

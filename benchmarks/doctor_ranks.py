@@ -1,9 +1,10 @@
 """Scores raydist.diagnosis on real gloo ranks with the faults of `raydist faults`, and on healthy ones.
 
-    python benchmarks/doctor_ranks.py [--each 2] [--only NAME] [--world 2]
+    python benchmarks/doctor_ranks.py [--each 2] [--first 0] [--only NAME] [--world 2]
 
 Each scenario trains a small GPT with the loop of raydist on ranks of this host, with telemetry, a node monitor and the rules, as
-in a run, but without Ray. A fault begins at a step and on a rank that a seed draws. Of a fault the first finding counts, within
+in a run, but without Ray. Hardware that is not here is a fault `reading`: telemetry as of it, beside a fault that costs the time.
+A fault begins at a step and on a rank that a seed draws. Of a fault the first finding counts, within
 WAIT_S; healthy ranks train for HEALTHY_S. The other programs of this host are part of it: `load` is printed with each result.
 `seconds`: from the fault's note to the finding; one that lasts over parts of 3 s is found when enough of them are over.
 """
@@ -30,6 +31,7 @@ from common import write
 
 from raydist import faults
 from raydist.diagnosis import Diagnosis
+from raydist.diagnosis.layer_gradients import sizes
 from raydist.observe.node_monitor import NodeMonitor
 from raydist.records import Event, Finding
 from raydist.run.directory import RunDir
@@ -41,15 +43,18 @@ EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """`rules`: the right answers, () if it is healthy; `fault`: fields of the fault; `hook`: whether that rank's hook sleeps;
-    `spec`: sections of the job; `culprit`: what is to be named."""
+    """`rules`: the right answers, () if it is healthy; `faults`: of one step, on the drawn rank, or `on` all ranks or the
+    others; `hook`: whether that rank's hook sleeps; `spec`: sections of the job; `culprit`: what is to be named;
+    `world`: least number of ranks; `nodes`: whether each rank has a node of its own."""
 
     name: str
     rules: tuple[str, ...]
-    fault: dict[str, Any] | None = None
+    faults: tuple[dict[str, Any], ...] = ()
     hook: bool = False
     spec: dict[str, Any] = field(default_factory=dict)
     culprit: str = "rank"
+    world: int = 0
+    nodes: bool = False
 
 
 LONG = 10**6
@@ -60,36 +65,165 @@ EXPERTS = {
     },
     "parallel": {"expert": 2},
 }  # fmt: skip
+
+
+def reading(column: str, value: float | str, on: str = "it") -> dict[str, Any]:
+    """Telemetry as of hardware that is not here."""
+    return {"fault": "reading", "column": column, "value": value, "seconds": 150, "on": on}
+
+
+SLOW = {"fault": "slow_rank", "seconds": 0.5, "steps": LONG}
+NETWORK = {"fault": "slow_network", "seconds": 150, "bytes_per_s": 1 << 20, "on": "all"}
+LAYER = "blocks.1.mlp.down.weight"
+GRADIENT = {"fault": "scale_gradient", "parameter": LAYER, "steps": LONG, "on": "all"}
 SCENARIOS = [
-    Scenario("SIGSTOP bursts", ("process_stopped",), {"fault": "pause", "seconds": 0.5, "gap": 0.7, "stops": 60}),
-    Scenario("one SIGSTOP of 5 s", ("process_stopped",), {"fault": "pause", "seconds": 5, "stops": 1}),
-    Scenario("CPU quota 0.03", ("cpu_throttled",), {"fault": "cpu_quota", "seconds": 150, "cpus": 0.03}),
-    Scenario("CPU quota 0.15", ("cpu_throttled",), {"fault": "cpu_quota", "seconds": 150, "cpus": 0.15}),
-    Scenario("CPU hog", ("cpu_stolen",), {"fault": "cpu_hog", "seconds": 90, "processes": 4}),
-    Scenario("garbage collector", ("gc_pauses",), {"fault": "garbage", "objects": 3_000_000, "steps": LONG}),
-    Scenario("own code waits", ("own_code",), {"fault": "slow_rank", "seconds": 0.5, "steps": LONG}),
-    Scenario("slow loader", ("slow_loader",), {"fault": "slow_data", "seconds": 0.7, "steps": LONG}),
+    Scenario("SIGSTOP bursts", ("process_stopped",), ({"fault": "pause", "seconds": 0.5, "gap": 0.7, "stops": 60},)),
+    Scenario("one SIGSTOP of 5 s", ("process_stopped",), ({"fault": "pause", "seconds": 5, "stops": 1},)),
+    Scenario("CPU quota 0.03", ("cpu_throttled",), ({"fault": "cpu_quota", "seconds": 150, "cpus": 0.03},)),
+    Scenario("CPU quota 0.15", ("cpu_throttled",), ({"fault": "cpu_quota", "seconds": 150, "cpus": 0.15},)),
+    Scenario("CPU hog", ("cpu_stolen",), ({"fault": "cpu_hog", "seconds": 90, "processes": 4},)),
+    Scenario("garbage collector", ("gc_pauses",), ({"fault": "garbage", "objects": 3_000_000, "steps": LONG},)),
+    Scenario("own code waits", ("own_code",), (SLOW,)),
+    Scenario("slow loader", ("slow_loader",), ({"fault": "slow_data", "seconds": 0.7, "steps": LONG},)),
     Scenario("slow hook", ("slow_hook",), hook=True),
-    Scenario("poisoned batch", ("bad_batch",), {"fault": "loss_spike"}, culprit="step"),
+    Scenario("swap", ("swapping",), (SLOW, reading("major_faults_count", 900.0))),
     Scenario(
-        "not finite", ("bad_batch",), {"fault": "bad_number"}, spec={"recovery": {"on_nan": "skip"}}, culprit="step"
+        "GPU too hot",
+        ("gpu_throttled",),
+        (
+            SLOW,
+            reading("gpu_sm_clock_hz", 0.6e9),
+            reading("gpu_throttle", "thermal"),
+            reading("gpu_temperature_celsius", 91.0),
+            reading("gpu_sm_clock_hz", 1.7e9, "others"),
+        ),
     ),
     Scenario(
-        "learning rate too high",
+        "other process on the GPU",
+        ("gpu_shared",),
+        (SLOW, reading("gpu_other_bytes", 6 << 30), reading("gpu_other_bytes", 0, "others")),
+    ),
+    Scenario(
+        "fewer PCIe lanes",
+        ("pcie_narrow",),
+        (SLOW, reading("gpu_pcie_width", 4), reading("gpu_pcie_width", 16, "others")),
+    ),
+    Scenario("XID", ("gpu_errors",), (reading("gpu_xid", 79), {**reading("gpu_xid_count", 1), "seconds": 1})),
+    Scenario("ECC", ("gpu_errors",), ({**reading("gpu_ecc_errors", 2), "seconds": 1},)),
+    Scenario(
+        "an NVLink is down",
+        ("nvlink_narrow",),
+        (NETWORK, reading("gpu_nvlink_count", 17), reading("gpu_nvlink_count", 18, "others")),
+        world=3,
+    ),
+    Scenario(
+        "sockets, not InfiniBand",
+        ("wrong_network",),
+        (
+            NETWORK,
+            reading("nic_out_bytes", 4e6, "all"),
+            reading("rdma_out_bytes", 100, "all"),
+            reading("gpu_name", "H", "all"),
+        ),
+        culprit="cluster.env.NCCL_NET",
+        nodes=True,
+    ),
+    Scenario(
+        "a node on a slow interface",
+        ("wrong_network",),
+        (
+            NETWORK,
+            reading("nic_out_bytes", 4e6, "all"),
+            reading("nic_limit_bytes_per_second", 1.25e9),
+            reading("nic_limit_bytes_per_second", 1.25e10, "others"),
+        ),
+        culprit="node",
+        nodes=True,
+    ),
+    Scenario(
+        "fragmentation",
+        ("fragmentation",),
+        (reading("reserved_bytes", 60 << 30), reading("inactive_bytes", 20 << 30), reading("alloc_retries_count", 2)),
+    ),
+    Scenario(
+        "node's memory is full",
+        ("node_memory",),
+        (reading("memory_used_bytes", 99e9), reading("memory_total_bytes", 100e9)),
+        culprit="node",
+    ),
+    Scenario(
+        "slow storage",
+        ("checkpoint_cost",),
+        ({"fault": "slow_disk", "seconds": 150, "bytes_per_s": 1 << 20, "on": "all"},),
+        spec={"checkpoint": {"every": 100, "asynchronous": False}},
+        culprit="checkpoint.every",
+    ),
+    Scenario(
+        "evaluation takes long",
+        ("evaluation_cost",),
+        ({"fault": "slow_rank", "seconds": 3, "steps": LONG, "phase": "eval"},),
+        spec={"eval": {"every": 200, "batches": 4}},
+        culprit="eval.every",
+    ),
+    Scenario(
+        "storage fails",
+        ("storage_failing",),
+        ({"fault": "storage_gone", "seconds": 150},),
+        spec={"checkpoint": {"every": 200, "max_failures": 1000}},
+        culprit="storage",
+    ),
+    Scenario("poisoned batch", ("bad_batch",), ({"fault": "loss_spike"},), culprit="step"),
+    Scenario(
+        "not finite", ("bad_batch",), ({"fault": "bad_number"},), spec={"recovery": {"on_nan": "skip"}}, culprit="step"
+    ),
+    Scenario(
+        "learning rate rises too high",
         ("lr_too_high",),
         spec={"optim": {"lr": 0.5, "schedule": {"warmup": 2000}}},
         culprit="optim.lr",
     ),
     Scenario(
+        "learning rate is 1000 times",
+        ("lr_too_high",),
+        ({"fault": "learning_rate", "factor": 1000.0, "steps": LONG, "on": "all"},),
+        culprit="optim.lr",
+    ),
+    Scenario(
+        "a layer's gradient vanishes",
+        ("layer_gradients",),
+        ({**GRADIENT, "factor": 1e-6},),
+        spec={"observe": {"histograms": 4}},
+        culprit="parameter",
+    ),
+    Scenario(
+        "a layer's gradient explodes",
+        ("layer_gradients",),
+        ({**GRADIENT, "factor": 1e6},),
+        spec={"observe": {"histograms": 4}},
+        culprit="parameter",
+    ),
+    Scenario(
         "expert imbalance",
         ("expert_imbalance",),
-        {"fault": "expert_imbalance", "rank": None, "experts": 2, "tokens": 0.7, "steps": LONG},
+        ({"fault": "expert_imbalance", "on": "all", "experts": 2, "tokens": 0.7, "steps": LONG},),
         spec=EXPERTS,
         culprit="expert_rank",
+    ),
+    Scenario(
+        "dead experts",
+        ("dead_experts",),
+        ({"fault": "expert_imbalance", "on": "all", "experts": 2, "tokens": 1.0, "steps": LONG},),
+        spec={**EXPERTS, "parallel": {}},
+        culprit="layer",
     ),
     Scenario("healthy", ()),
     Scenario("healthy experts", (), spec=EXPERTS),
     Scenario("healthy zero2 bf16", (), spec={"precision": "bf16", "parallel": {"strategy": "zero2"}}),
+    Scenario(
+        "healthy evaluations, checkpoints and histograms",
+        (),
+        spec={"eval": {"every": 500}, "checkpoint": {"every": 400}, "observe": {"histograms": 50}},
+    ),
 ]
 
 
@@ -105,14 +239,14 @@ class SlowHook:
             time.sleep(0.5)
 
 
-def train(number: int, world: int, port: int, spec: Any, folder: str, asked: Any, pipe: Any) -> None:
+def train(number: int, world: int, port: int, spec: Any, folder: str, asked: Any, pipe: Any, node: str) -> None:
     """One rank, until it is killed."""
     os.environ.update(RANK=str(number), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LOCAL_RANK=str(number), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     from raydist.worker import distributed, loop
     from raydist.worker.attempt import Job, MonitorChannel
 
-    rank = distributed.start(gpus=0, threads=1, timeout_s=120, node_ip="127.0.0.1")
+    rank = distributed.start(gpus=0, threads=1, timeout_s=120, node_ip=node)
     job = Job(JobSpec.model_validate(spec), RunDir(f"{folder}/run"), f"{folder}/tokens", faults=asked)
 
     def push(steps: Any, events: Any) -> None:
@@ -124,6 +258,7 @@ def train(number: int, world: int, port: int, spec: Any, folder: str, asked: Any
 def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, Any]:
     """Trains, and returns what was told first, the culprit, the time, and what else was told."""
     rng = np.random.default_rng([seed, *scenario.name.encode()])
+    world = max(world, scenario.world)
     rank = 0 if scenario.hook else int(rng.integers(world))
     step = int(np.exp(rng.uniform(np.log(20), np.log(2000))))  # before and after the run has a history
     spec: dict[str, Any] = {
@@ -137,7 +272,13 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
     }
     if scenario.hook:
         spec["hooks"] = [{"name": "doctor_ranks:SlowHook", "options": {"first": step}}]
-    asked = [{"rank": rank, **scenario.fault, "step": step}] if scenario.fault else []
+    asked = [
+        {**{k: v for k, v in one.items() if k != "on"}, "rank": r, "step": step}
+        for one in scenario.faults
+        for r in range(world)
+        if one.get("on") == "all" or (r != rank if one.get("on") == "others" else r == rank)
+    ]
+    nodes = [f"127.0.0.{1 + r * scenario.nodes}" for r in range(world)]
     run = RunDir(folder / "run")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -145,18 +286,14 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     ranks = [
-        context.Process(target=train, args=(r, world, port, spec, str(folder), asked, theirs)) for r in range(world)
+        context.Process(target=train, args=(r, world, port, spec, str(folder), asked, theirs, nodes[r]))
+        for r in range(world)
     ]
     for process in ranks:
         process.start()
     rows: list[Any] = []
-    monitor = NodeMonitor(
-        run.uri, "127.0.0.1", SimpleNamespace(observe=SimpleNamespace(remote=rows.extend)), 1.0, str(folder)
-    )
-    monitor._send = lambda wait_s=0.0: (
-        rows.extend(r for read in monitor._unsent for r in read),
-        monitor._unsent.clear(),
-    )  # type: ignore[assignment, method-assign]
+    told_to = SimpleNamespace(observe=SimpleNamespace(remote=lambda new, sent: rows.extend(new)))
+    monitors = [NodeMonitor(run.uri, node, told_to, 1.0, str(folder)) for node in dict.fromkeys(nodes)]
     diagnosis = Diagnosis(spec=spec)
     begun: float | None = None
     told: list[tuple[float, Finding]] = []
@@ -170,16 +307,14 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
             while ours.poll():
                 made, said = ours.recv()
                 steps += made
-                events += [
-                    Event(e["kind"], e["at"], {k: v for k, v in e.items() if k not in ("kind", "at", "v")})
-                    for e in said
-                ]
+                told_by = (Event.from_dict(e) for e in said)
+                events += [sizes(e) if e.kind == "histograms" else e for e in told_by]
             trained = steps[-1]["step"] if steps else trained
             now, new = time.time(), rows[:]
             del rows[: len(new)]
             if begun is None and trained >= (step if scenario.rules else 1):
                 notes = faults.read_notes(run)
-                begun = next((note["at"] for note in notes.values()), now) if scenario.fault else now
+                begun = next((note["at"] for note in notes.values()), now) if scenario.faults else now
                 deadline = begun + (WAIT_S if scenario.rules else HEALTHY_S)
             told += [(now, one) for one in diagnosis.observe(new, steps, events) if one.state != "over"]
             if scenario.rules and begun is not None and told and now - told[0][0] > 8:
@@ -190,16 +325,20 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
         for process in ranks:
             process.kill()
             process.join()
-        monitor.close()
+        for each in monitors:
+            each.close()
     assert not diagnosis.problems, diagnosis.problems
     at, one = told[0] if told else (None, None)
+    took = at - begun if at and begun and (scenario.faults or scenario.hook) else None
     named = one is not None and {
-        "rank": one.rank == rank, "step": one.culprit.get("step") == step, "expert_rank": one.culprit.get("expert_rank") == 0
+        "rank": one.rank == rank, "step": one.culprit.get("step") == step, "expert_rank": one.culprit.get("expert_rank") == 0,
+        "node": one.culprit.get("node") == nodes[rank], "parameter": one.culprit.get("parameter") == LAYER,
+        "layer": one.culprit.get("parameter", "").startswith("blocks."),
     }.get(scenario.culprit, one.culprit.get("setting") == scenario.culprit)  # fmt: skip
     return {
         "scenario": scenario.name, "seed": seed, "told": one.rule if one else "nothing", "steps": trained,
         "culprit": named, "cause": one is not None and one.rule in scenario.rules,
-        "seconds": round(at - begun, 1) if at and begun else None, "load": round(os.getloadavg()[0], 1),
+        "seconds": None if took is None else round(took, 1), "load": round(os.getloadavg()[0], 1),
         "what": one.what if one else "", "others": [other.rule for _, other in told[1:]],
     }  # fmt: skip
 
@@ -208,12 +347,13 @@ def main() -> None:
     """Runs, prints, writes results/doctor_ranks.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--each", type=int, default=2)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--only", default="", help="scenarios whose name contains this; writes nothing")
     options = parser.parse_args()
     found = []
     for scenario in SCENARIOS:
-        for seed in range(options.each if options.only in scenario.name else 0):
+        for seed in range(options.first, options.first + options.each) if options.only in scenario.name else ():
             with tempfile.TemporaryDirectory(prefix="raydist-doctor-") as folder:
                 from raydist.data.prepare import prepare
 
@@ -230,7 +370,8 @@ def main() -> None:
         "healthy": len(found) - len(faulty),
         "false": sum(one["told"] != "nothing" for one in found if one["scenario"].startswith("healthy")),
         "matrix": {s.name: dict(Counter(o["told"] for o in found if o["scenario"] == s.name)) for s in SCENARIOS},
-        "seconds": sorted(one["seconds"] for one in faulty if one["seconds"] is not None and one["cause"]),
+        "median_seconds": float(np.median([o["seconds"] for o in faulty if o["seconds"] is not None and o["cause"]])),
+        "seconds": {s.name: [o["seconds"] for o in faulty if o["scenario"] == s.name] for s in SCENARIOS if s.rules},
         "loads": [one["load"] for one in found],
     }
     print(result)

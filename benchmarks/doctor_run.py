@@ -154,7 +154,8 @@ def _between(run: Run, events: list[Event], at: float) -> dict[str, float]:
     made: dict[str, float] = {}
     if run.step == run.text.get("begin", 0) + 1:
         stages = {"import": 5.0, "build": 4.0}
-        first = {"attempt": run.attempt, "step": run.step, "seconds": 9.0, "stages": stages, "repeated_steps": 0}
+        first = {"attempt": run.attempt, "step": run.step, "seconds": 9.0, "stages": stages, "repeated_steps": 0,
+                 "steps_per_epoch": run.text.get("steps_per_epoch")}  # fmt: skip
         events.append(Event("first_step", at, first))
         if "loads" in run.text:
             events.append(Event("experts", at, {"layers": {"blocks.1.moe": 16}}))

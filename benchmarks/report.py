@@ -26,8 +26,9 @@ from common import write
 
 from raydist.records import Event, StepRecord
 from raydist.run.directory import SPEC, RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.log_writer import SEGMENT_ROWS, RunLog
-from raydist.run.status import this_process, write_state
+from raydist.run.status import write_state
 from raydist.run.telemetry_log import SEGMENT_ROWS as ROWS_AT_ONCE
 from raydist.run.telemetry_log import TelemetryLog
 from tests.report.html import looks

@@ -1,7 +1,6 @@
 """raydist: trains PyTorch models on a Ray cluster, and recovers from failures.
 
-`raydist.train`, `raydist.run_script`, `raydist.sweep`, `raydist.open` and `raydist.list_runs` are the Python API (raydist/api),
-which is imported at its first use.
+`raydist.train`, `raydist.open` and the other functions here are the Python API (raydist/api), which is imported at its first use.
 """
 
 from __future__ import annotations
@@ -10,13 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raydist.api import Run, Sweep, list_runs, open, run_script, sweep, train
+    from raydist.api.planning import plan
+    from raydist.api.runs import Run
+    from raydist.api.start import list_runs, open, run_script, sweep, train
+    from raydist.api.submitting import submit
+    from raydist.api.sweeps import Sweep
+    from raydist.api.tasks import check, evaluate, prepare_data
 
 __version__ = "0.1.0"
-__all__ = ["Run", "Sweep", "list_runs", "open", "run_script", "sweep", "train"]
+__all__ = [
+    "Run", "Sweep", "check", "evaluate", "list_runs", "open", "plan", "prepare_data", "run_script", "submit", "sweep", "train",
+]  # fmt: skip
+_MODULES = {
+    "Run": "runs", "Sweep": "sweeps", "check": "tasks", "evaluate": "tasks", "plan": "planning", "prepare_data": "tasks",
+    "submit": "submitting",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'raydist' has no attribute {name!r}")
-    return getattr(import_module("raydist.api"), name)
+    return getattr(import_module(f"raydist.api.{_MODULES.get(name, 'start')}"), name)

@@ -20,7 +20,7 @@ KINDS = {
     "gcs_server": re.compile(r"/gcs_server\b"),
     "raylet": re.compile(r"/raylet/raylet\b"),
     "zygote": re.compile(r"raydist\.launch\.zygote|tests\.host_zygotes"),
-    "driver": re.compile(r"tests\.end_to_end\.driver|bin/raydist train"),
+    "driver": re.compile(r"tests\.end_to_end\.driver|bin/raydist train|raydist\.api\.driver"),
     "ray::": re.compile(r"^ray::|default_worker\.py|ray_agent\.py"),
 }
 

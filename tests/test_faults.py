@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from raydist import faults
+from raydist import faults, registry
 from raydist.errors import SpecError
 from raydist.faults import KINDS, Fault, Kill, Raise, StorageGone
 from raydist.records import Event
@@ -19,6 +19,7 @@ from raydist.spec import JobSpec
 
 DOCS = Path(__file__).parents[1] / "docs"
 JOB = JobSpec.model_validate({"data": {"source": "any"}, "train": {"steps": 9}, "cluster": {"workers": 2}})
+RULE = re.compile(r"^\| `(\w+)` \| ([^|]+) \|$", re.M)
 REQUIRED: dict[str, Any] = {"rank": 0, "step": 3, "seconds": 1.0}
 """The required fields of all kinds of faults."""
 
@@ -59,6 +60,14 @@ def test_a_file_is_a_list_of_faults(tmp_path: Path) -> None:
         ),
         ("{fault: kill, rank: 1, step: 10}", "step: 10: the job ends after step 9; give an earlier one"),
         ("{fault: expert_imbalance, step: 7}", "the model gpt has no experts; remove it, or use a model with experts"),
+        (
+            "{fault: reading, step: 7, column: gpu_pcie_widht, value: 4}",
+            'is not a column; did you mean "gpu_pcie_width"?',
+        ),
+        (
+            "{fault: reading, step: 7, column: gpu_throttle, value: 4}",
+            "value: 4.0 does not fit gpu_throttle; give text",
+        ),
         ("kill", "fault 1: 'kill' is not a fault; write {fault: kill"),
     ],
 )
@@ -119,6 +128,14 @@ def test_every_fault_stands_in_the_docs(name: str) -> None:
     assert name in rows
     own = set(KINDS[name].model_fields) - {"fault", "rank", "step", "times", "phase"}
     assert all(f"`{field}`" in rows[name] for field in own), own
+
+
+def test_every_rule_of_the_doctor_can_be_tried() -> None:
+    """A second table has each rule with the faults, or the settings, that bring about its finding."""
+    rows = dict(RULE.findall((DOCS / "explanation/faults.md").read_text().partition("| rule | faults")[2]))
+    assert sorted(rows) == registry.names("diagnosis")
+    unknown = [name for text in rows.values() for name in re.findall(r"`(\w+)`", text) if name not in KINDS]
+    assert unknown == []
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -148,6 +148,18 @@ def test_torch_and_ray_keep_to_their_rooms(path: Path) -> None:
         assert not has(every, "ray"), f"{name} imports ray"
 
 
+def test_the_commands_are_thin() -> None:
+    """What a command does is a function of raydist/api, so that Python has it, too: only raydist/cli imports typer, and of it only
+    `bench`, a command alone, imports something of raydist/cluster."""
+    for path in MODULES:
+        name, found = dotted(path), imports(path)
+        if part(name) != "cli":
+            assert not any(each.partition(".")[0] in ("typer", "click") for each in found), f"{name} imports typer"
+        elif path.stem != "bench":
+            rooms = {part(each) for each in found if each.startswith("raydist.")}
+            assert "cluster" not in rooms, f"{name} imports raydist.cluster"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_public_name_has_a_docstring(path: Path) -> None:
     """Modules, public classes, and public functions and methods have docstrings."""

@@ -15,7 +15,7 @@ from raydist.ipc import mailbox
 from raydist.observe import write_ahead_log
 from raydist.observe.write_ahead_log import WriteAheadLog
 from raydist.private_files import is_private_folder, make_private_folder, open_private
-from raydist.run.status import this_process
+from raydist.run.driver_process import this_process
 
 NOBODY = 65534
 root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")

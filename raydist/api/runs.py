@@ -7,11 +7,12 @@ Runs in: the user's process. Imports pyarrow inside functions; torch in `Run.mod
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from raydist.api import notebook
-from raydist.api.command import Command
+from raydist.api.call import Call
 from raydist.errors import StopFailed, TrainingStopped, UsageError
 from raydist.printable import printable
 from raydist.run.directory import REPORT, Folder, RunDir
@@ -32,11 +33,11 @@ Of = TypeVar("Of", bound=Folder)
 
 
 class Started(Generic[Of]):
-    """What a run and a sweep have in common. `command`: its driver, if this process has started it."""
+    """What a run and a sweep have in common. `driver`: its driver, if this process has started it."""
 
-    def __init__(self, folder: Of, command: Command | None = None) -> None:
+    def __init__(self, folder: Of, driver: Call | None = None) -> None:
         self.folder = folder
-        self._command = command
+        self._driver = driver
 
     @property
     def name(self) -> str:
@@ -50,8 +51,8 @@ class Started(Generic[Of]):
 
     def ended(self) -> bool:
         """Whether no driver trains it now."""
-        if self._command is not None:
-            return self._command.ended()
+        if self._driver is not None:
+            return self._driver.ended()
         from raydist.run.lease import newest_driver
 
         driver = newest_driver(self.folder)
@@ -126,13 +127,27 @@ class Run(Started[RunDir]):
 
         return list(retention.verified(self.folder, step))
 
+    def prune(self, keep: int | None = None, damaged: Callable[[str], object] = lambda problem: None) -> list[int]:
+        """Deletes its checkpoints but the `keep` newest, by default as many as its spec says, the best, and those being read.
+
+        What is kept is read before: a damaged checkpoint stays, but does not count, and `damaged` gets its problems. Returns the
+        steps of the deleted ones.
+        """
+        from raydist.checkpoint import retention
+        from raydist.spec import read_stored
+
+        if keep is not None and keep < 1:
+            raise UsageError(f"keep={keep}: the newest checkpoint is never deleted", "keep at least 1")
+        kept = read_stored(self.folder.storage).checkpoint.keep if keep is None else keep
+        return retention.prune(self.folder, kept, damaged=damaged)
+
     def export(
         self, folder: str, step: int | None = None, format: str = "huggingface", dtype: str | None = None
     ) -> str:
         """Writes the weights of a checkpoint, by default the newest, to a new folder, as `raydist checkpoint export` does in a
         process of its own; `AutoModelForCausalLM.from_pretrained` reads it. Returns the folder."""
-        given = {"step": step, "format": format, "dtype": dtype}
-        Command(["checkpoint", "export", self.uri, "--out", folder, *options(given)]).wait()
+        given = {"run": self.folder.full_uri, "step": step, "out": folder, "format": format, "dtype": dtype}
+        Call(f"{__name__}:export", given, trusted=False).wait()
         return folder
 
     def model(self, step: int | None = None) -> nn.Module:
@@ -213,8 +228,8 @@ class Run(Started[RunDir]):
                     raise TimeoutError(f"run {self.name} has not ended in {timeout:g} s")
                 self._pause(deadline)
                 refresh()
-        if self._command is not None:
-            self._command.wait()
+        if self._driver is not None:
+            self._driver.wait()
         elif (status := self.status) in ("stopped", "lost"):
             cause = (
                 next((e.data.get("cause") for e in reversed(self.events("ended"))), None)
@@ -232,11 +247,11 @@ class Run(Started[RunDir]):
         from raydist.api import stopping
 
         stopping.stop(self.folder, timeout if wait else None)
-        if wait and self._command is not None:
+        if wait and self._driver is not None:
             try:
-                self._command.wait(timeout)
+                self._driver.wait(timeout)
             except TimeoutError:
-                raise StopFailed(f"run {self.name}: its driver, process {self._command.pid}, has not ended") from None
+                raise StopFailed(f"run {self.name}: its driver, process {self._driver.pid}, has not ended") from None
         return self
 
     def delete(self) -> None:
@@ -260,23 +275,20 @@ class Run(Started[RunDir]):
 
     def _pause(self, deadline: float | None) -> None:
         pause = POLL_S if deadline is None else max(0.0, min(POLL_S, deadline - time.monotonic()))
-        if self._command is None:
+        if self._driver is None:
             time.sleep(pause)
             return
         try:
-            self._command.wait(pause)
+            self._driver.wait(pause)
         except TimeoutError:
             return
 
 
-def options(given: Mapping[str, Any]) -> list[str]:
-    """The options of a command for the arguments of a function: none for None and False, the name alone for True."""
-    return [
-        part
-        for name, value in given.items()
-        if value is not None and value is not False
-        for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
-    ]
+def export(run: str, step: int | None, out: str, format: str, dtype: str | None) -> None:
+    """`Run.export` in a process of its own. Imports torch."""
+    from raydist.worker.checkpoint.export import export
+
+    export(RunDir(run), step, Path(out), format, dtype=dtype)
 
 
 def place_of(path: str | None, home: Storage) -> tuple[Storage, str]:

@@ -1,21 +1,22 @@
 """`raydist.train`, `raydist.run_script`, `raydist.sweep`, `raydist.open` and `raydist.list_runs`.
 
-Runs in: the user's process. A run's driver is a process of its own, `raydist train` or `raydist run`, so that nothing here imports
-ray.
+Runs in: the user's process. A run's driver is a process of its own (call.py), so that nothing here imports ray. It calls the same
+function as the command: `train` in training.py, `run` in scripts.py, `train` in sweep_training.py.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raydist.api.command import Command
-from raydist.api.runs import POLL_S, Run, options
+from raydist.api.call import Call, check_numbers
+from raydist.api.runs import POLL_S, Run
 from raydist.api.sweeps import Sweep
 from raydist.errors import UsageError
 from raydist.printable import printable
@@ -23,15 +24,18 @@ from raydist.run.directory import Folder, RunDir, check_name, default_storage
 from raydist.storage import Storage
 
 if TYPE_CHECKING:
-    from raydist.spec import JobSpec
+    from raydist.spec.load import Job
 
 _Made = TypeVar("_Made", Run, Sweep)
+_PATH = threading.Lock()
+"""Of the working directory's place in sys.path: only one call at a time puts it there, and takes it away."""
 
 
 def train(
-    spec: str | Path | Mapping[str, Any] | JobSpec,
+    spec: Job,
     *,
     set: Mapping[str, Any] | None = None,
+    deepspeed: str | Path | None = None,
     name: str | None = None,
     storage: str | None = None,
     address: str | None = None,
@@ -40,8 +44,8 @@ def train(
     fresh: bool = False,
     allow_spec_change: bool = False,
     faults: str | Path | None = None,
-    wait_for_driver: float | None = None,
-    wait_for_nodes: float | None = None,
+    wait_for_driver: float = 0.0,
+    wait_for_nodes: float = 0.0,
     exclude_slow: bool = False,
     dashboard: bool = False,
     wait: bool = True,
@@ -57,20 +61,17 @@ def train(
     Raises SpecError for a wrong job, other UserErrors if it cannot be trained here, and TrainingStopped with its root cause if it
     ended before its last step.
     """
-    from raydist.spec import dump
+    arguments = {name: value for name, value in locals().items() if name != "wait"}
+    from raydist.spec import load
 
     _check_dashboard(dashboard, wait)
-    job = _job(spec, set or {})
+    check_numbers(until=(until, 1), wait_for_driver=(wait_for_driver, 0), wait_for_nodes=(wait_for_nodes, 0))
+    with own_code():
+        job = load(spec, set or {}, deepspeed, warn=lambda line: None)  # the driver prints it
     folder = RunDir(Storage(storage or default_storage()).at(check_name(name or job.name)))
-    given = {
-        "name": name, "storage": storage, "address": address, "until": until, "resume": resume, "fresh": fresh,
-        "allow_spec_change": allow_spec_change, "faults": faults, "wait_for_driver": wait_for_driver,
-        "wait_for_nodes": wait_for_nodes, "exclude_slow": exclude_slow, "dashboard": dashboard,
-    }  # fmt: skip
-    with _in_memory(dump(job).encode()) as file:
-        before = _number(folder)
-        run = Run(folder, Command(["train", f"/proc/self/fd/{file}", *options(given)], [file], tied=wait))
-        return run.wait() if wait else _taken(run, before)
+    before = _number(folder)
+    run = Run(folder, Call("raydist.api.training:call", arguments, tied=wait))
+    return run.wait() if wait else _taken(run, before)
 
 
 def run_script(
@@ -86,7 +87,7 @@ def run_script(
     address: str | None = None,
     fresh: bool = False,
     faults: str | Path | None = None,
-    wait_for_driver: float | None = None,
+    wait_for_driver: float = 0.0,
     dashboard: bool = False,
     wait: bool = True,
 ) -> Run:
@@ -97,15 +98,13 @@ def run_script(
     others are as for `train`. Raises UserErrors if it cannot be trained here, and TrainingStopped with its root cause, such as the
     script's line, if it ended before its last step.
     """
+    arguments = [str(each) for each in arguments]
+    given = {name: value for name, value in locals().items() if name != "wait"}
     _check_dashboard(dashboard, wait)
+    check_numbers(workers=(workers, 1), gpus=(gpus, 0), wait_for_driver=(wait_for_driver, 0))
     folder = RunDir(Storage(storage or default_storage()).at(check_name(name or Path(script).stem)))
-    given = {
-        "name": name, "storage": storage, "address": address, "workers": workers, "cpus": cpus, "gpus": gpus, "fresh": fresh,
-        "faults": faults, "wait_for_driver": wait_for_driver, "dashboard": dashboard,
-    }  # fmt: skip
-    words = ["run", *options(given), *_settings(set), "--", str(script), *map(str, arguments)]
     before = _number(folder)
-    run = Run(folder, Command(words, tied=wait))
+    run = Run(folder, Call("raydist.api.scripts:call", given, tied=wait))
     return run.wait() if wait else _taken(run, before)
 
 
@@ -116,7 +115,7 @@ def sweep(
     name: str | None = None,
     storage: str | None = None,
     address: str | None = None,
-    wait_for_driver: float | None = None,
+    wait_for_driver: float = 0.0,
     wait: bool = True,
 ) -> Sweep:
     """Trains a sweep's cells, as `raydist sweep` does, and returns it. The same call again resumes it.
@@ -124,16 +123,16 @@ def sweep(
     `spec`: the sweep's YAML file; `set`: dotted field of the base job -> value; `wait`: as for `train`. Raises SpecError for a
     wrong file, other UserErrors if it cannot be trained here, TrainingStopped if none of its cells has finished.
     """
+    arguments = {name: value for name, value in locals().items() if name != "wait"}
     from raydist.run.sweep_directory import SweepDir
     from raydist.spec.sweep import load_sweep
 
-    changed = _settings(set)
-    with _own_code():
-        asked = load_sweep(Path(spec), changed[1::2], check_name(name) if name else None)
+    check_numbers(wait_for_driver=(wait_for_driver, 0))
+    with own_code():
+        asked = load_sweep(spec, set or {}, check_name(name) if name else None)
     folder = SweepDir(Storage(storage or default_storage()).at(asked.name))
-    given = {"name": name, "storage": storage, "address": address, "wait_for_driver": wait_for_driver}
     before = _number(folder)
-    made = Sweep(folder, Command(["sweep", "run", str(spec), *options(given), *changed], tied=wait))
+    made = Sweep(folder, Call("raydist.api.sweep_training:train", arguments, tied=wait))
     return made.wait() if wait else _taken(made, before)
 
 
@@ -152,44 +151,18 @@ def list_runs(storage: str | None = None) -> list[dict[str, Any]]:
     return list(printable(summary.runs(storage)))
 
 
-def _job(spec: str | Path | Mapping[str, Any] | JobSpec, given: Mapping[str, Any]) -> JobSpec:
-    """The job with the fields that are given. Raises SpecError."""
-    from raydist.spec import JobSpec
-    from raydist.spec.load import Layer, of_tree, read_job, resolve
-
-    if isinstance(spec, str | Path):
-        layers, source = read_job(Path(spec)), str(spec)
-    else:
-        tree = spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)
-        layers, source = [of_tree(tree, "spec")], "spec"
-    over = Layer({}, {})
-    for field, value in given.items():
-        over = over.with_field(field, value, f"set {field}")
-    with _own_code():
-        return resolve([*layers, over], source)
-
-
 @contextmanager
-def _own_code() -> Iterator[None]:
+def own_code() -> Iterator[None]:
     """The user's own code is found in the working directory, too, where the command looks: Python looks beside the script only."""
-    here = os.getcwd()
-    if added := here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    try:
-        yield
-    finally:
-        if added:
-            sys.path.remove(here)
-
-
-def _settings(given: Mapping[str, Any] | None) -> list[str]:
-    """`--set FIELD=VALUE` for each."""
-    import yaml
-
-    texts = [
-        f"{field}={yaml.safe_dump(value, default_flow_style=True).strip()}" for field, value in (given or {}).items()
-    ]
-    return [part for text in texts for part in ("--set", text)]
+    with _PATH:
+        here = os.getcwd()
+        if added := here not in sys.path and "" not in sys.path:
+            sys.path.append(here)
+        try:
+            yield
+        finally:
+            if added:
+                sys.path.remove(here)
 
 
 def _check_dashboard(dashboard: bool, wait: bool) -> None:
@@ -198,18 +171,6 @@ def _check_dashboard(dashboard: bool, wait: bool) -> None:
             "dashboard=True with wait=False: the address of the page would be printed nowhere",
             "leave out one of them; `raydist dashboard STORAGE` shows the run, too",
         )
-
-
-@contextmanager
-def _in_memory(data: bytes) -> Iterator[int]:
-    """The descriptor of a file without a name: it may hold secrets, and is gone with the processes that have it open."""
-    file = os.memfd_create("job.yaml")
-    try:
-        with os.fdopen(file, "wb", closefd=False) as written:
-            written.write(data)
-        yield file
-    finally:
-        os.close(file)
 
 
 def _number(folder: Folder) -> int:

@@ -52,8 +52,8 @@ class Sweep(Started["SweepDir"]):
 
     def wait(self, timeout: float | None = None) -> Sweep:
         """Waits until the driver that this process started has ended. Raises its error, TimeoutError after `timeout` seconds."""
-        if self._command is not None:
-            self._command.wait(timeout)
+        if self._driver is not None:
+            self._driver.wait(timeout)
         return self
 
     def stop(self, wait: bool = True, timeout: float = STOP_S) -> Sweep:

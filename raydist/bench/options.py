@@ -13,6 +13,8 @@ from raydist.errors import UsageError
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
 DTYPES = ("fp32", "bf16")
+MOST = 64 << 30
+"""Bytes of one collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Ask:
                 f"sizes from {self.least} to {self.most} bytes",
                 "give a least of 4 or more, and a most that is no smaller",
             )
+        if self.most > MOST:
+            raise UsageError(f"sizes up to {self.most} bytes", f"give at most {MOST >> 30}GiB, the limit")
         for name, least in (("factor", 2), ("iterations", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} {getattr(self, name)}", f"give {least} or more")

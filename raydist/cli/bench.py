@@ -6,7 +6,6 @@ Runs in: the user's shell, or a Ray job's driver. Imports ray and torch inside c
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raydist.cli.output import measurement_interrupted
-from raydist.cli.plan import parse_size
+from raydist.api.planning import parse_size
 from raydist.planner.vocabulary import vocabulary
 
 if TYPE_CHECKING:
@@ -110,10 +108,11 @@ def comm(
         job=job.model_dump(mode="json") if tried else None,
         threads=max(1, int(job.cluster.cpus_per_worker)),
     )
+    from raydist.cluster.place import where
     from raydist.cluster.run.request import worker_env
     from raydist.cluster.session import open_session
 
-    place = address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+    place = where(address)
     cwd = Path.cwd()
     own_code = ":" in job.model.name
     with (
@@ -131,8 +130,6 @@ def comm(
         if spec is None and workers is None:
             job = _job(None, [], bench.workers(session))
         result = bench.run("raydist.bench.comm:in_ranks", asdict(ask), job, session, spread=spec is None)
-    if isinstance(result, bench.Interrupted):
-        raise measurement_interrupted(result)
     if as_json:
         print(json.dumps(result))
     else:

@@ -149,13 +149,11 @@ def prune(
 
     What is kept is read before anything is deleted: a damaged checkpoint stays, but does not count.
     """
-    from raydist.checkpoint import retention
+    from raydist.api.runs import Run
 
     folder = resolve(run, storage)
-    pruned = retention.prune(
-        folder,
-        _keep(folder) if keep is None else keep,
-        damaged=lambda problem: print(f"raydist: {problem}; it is kept, but does not count", file=sys.stderr),
+    pruned = Run(folder).prune(
+        keep, lambda problem: print(f"raydist: {problem}; it is kept, but does not count", file=sys.stderr)
     )
     left = folder.committed()
     if as_json:
@@ -164,13 +162,6 @@ def prune(
         print(
             f"{folder.uri}: pruned {', '.join(map(str, pruned)) or 'nothing'}; left {', '.join(map(str, left)) or 'nothing'}"
         )
-
-
-def _keep(run: RunDir) -> int:
-    """`checkpoint.keep` of the run's own spec."""
-    from raydist.spec import read_stored
-
-    return read_stored(run.storage).checkpoint.keep
 
 
 @app.command()

@@ -16,7 +16,6 @@ import typer
 from raydist.errors import UsageError, UserError
 from raydist.printable import printable
 from raydist.redact import redact
-from raydist.registry import did_you_mean
 
 if TYPE_CHECKING:
     from raydist.data.chat_template import LossOn
@@ -66,26 +65,15 @@ def prepare(
     as_json: _Json = False,
 ) -> None:
     """Prepare a dataset from these sources. The same command again completes an interrupted one."""
-    from raydist.cluster.data_prepare import RayMap
-    from raydist.data.chat_template import chat_format
-    from raydist.data.prepare import prepare as make
-    from raydist.report.preparing import data_progress
+    from raydist.api import tasks
+    from raydist.data import index
+    from raydist.storage import Storage
 
-    _choice("--format", format, ("text", "chat"))
-    _choice("--loss-on", loss_on, ("completions", "all"))
-    chat = chat_format(chat_template, tokenizer, cast("LossOn", loss_on)) if format == "chat" else None
-    with RayMap(address) as map_files, data_progress(at_once=True) as report:
-        index = make(
-            sources,
-            out,
-            tokenizer,
-            eval_fraction=eval_fraction,
-            column=column,
-            chat=chat,
-            progress=report,
-            map_files=map_files,
-        )
-    _print(out, index, as_json)
+    tasks.prepare_data.here(
+        sources, out, tokenizer=tokenizer, column=column, eval_fraction=eval_fraction, format=format, chat_template=chat_template,
+        loss_on=cast("LossOn", loss_on), address=address,
+    )  # fmt: skip
+    _print(out, index.read(Storage(out)), as_json)
 
 
 @app.command()
@@ -118,6 +106,14 @@ def show(
             show_default=False,
         ),
     ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of the --job, such as RUN/spec.yaml: the files of this step's global batch, and how its samples begin.",
+            show_default=False,
+        ),
+    ] = None,
     document: Annotated[
         int | None,
         typer.Option(
@@ -129,21 +125,20 @@ def show(
 ) -> None:
     """Show the contents of a dataset; with --job how its documents become micro-batches. Of a printed document what does not count
     in the loss is dimmed."""
+    from raydist.api.tasks import choice
     from raydist.data import index
     from raydist.storage import Storage
 
-    _choice("--split", split, ("train", "eval"))
+    choice("--split", split, ("train", "eval"))
     found = index.read(Storage(dataset))
     if document is None and found.chat is not None:
         document = 0
     parts = _document(dataset, cast("Split", split), document) if document is not None else None
-    counted = _padding(dataset, job) if job is not None else None
-    _print(dataset, found, as_json, counted, parts)
-
-
-def _choice(option: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UsageError(f"{option} {value}: unknown", did_you_mean(value, list(known)))
+    if step is not None and job is None:
+        raise UsageError("--step: of which job?", "give --job, such as RUN/spec.yaml")
+    counted = _padding(dataset, job) if job is not None and step is None else None
+    batch = _batch(dataset, job, step) if job is not None and step is not None else None
+    _print(dataset, found, as_json, counted, parts, batch)
 
 
 def _document(uri: str, name: Split, number: int) -> list[tuple[str, bool]]:
@@ -178,6 +173,8 @@ def _show_document(parts: list[tuple[str, bool]]) -> None:
 
 
 _STEPS = 100
+_BEGIN = 40
+"""Tokens of a sample that are printed."""
 
 
 def _padding(dataset: str, path: Path) -> tuple[Padding, list[str]]:
@@ -196,40 +193,49 @@ def _padding(dataset: str, path: Path) -> tuple[Padding, list[str]]:
     return padding(samples, batches, job.cluster.most // job.parallel.replica, _STEPS), samples.notes()
 
 
+def _batch(uri: str, path: Path, step: int) -> dict[str, Any]:
+    """The global batch of a step. Raises UserError."""
+    from raydist.data.batches import samples_hash
+    from raydist.data.dataset import TokenDataset
+    from raydist.data.samples import batches_of, training_samples
+    from raydist.data.sequences import Sequences
+    from raydist.spec import load
+
+    job, dataset = load(path), TokenDataset(uri)
+    samples = training_samples(job, dataset)
+    batches = batches_of(job, samples, dataset.fingerprint)
+    ids = batches.ids(batches.at_step(step - 1))
+    lengths = samples.lengths(ids).tolist() if isinstance(samples, Sequences) else [_BEGIN] * len(ids)
+    shown = []
+    for at, length in enumerate(lengths):
+        row = samples.batch(ids[at : at + 1])[0][0, : min(length, _BEGIN)]
+        shown.append({"id": int(ids[at]), "begins": printable(dataset.tokenizer.decode(row))})
+    files = [redact(file) for file in samples.files(ids)]
+    return {"step": step, "samples_hash": samples_hash(ids), "files": files, "samples": shown}
+
+
 def _print(
     uri: str,
     index: DatasetIndex,
     as_json: bool,
     counted: tuple[Padding, list[str]] | None = None,
     document: list[tuple[str, bool]] | None = None,
+    batch: dict[str, Any] | None = None,
 ) -> None:
-    path = redact(uri)
-    facts: dict[str, Any] = {
-        "path": path,
-        "fingerprint": index.fingerprint,
-        "tokenizer": {k: getattr(index.tokenizer, k) for k in ("name", "vocab_size", "end")},
-        "dtype": index.dtype,
-        **{
-            name: {"tokens": s.tokens, "documents": s.documents, "bytes": s.bytes, "shards": len(s.shards)}
-            for name, s in (("train", index.train), ("eval", index.eval))
-        },
-        "unigram_nats": index.unigram_nats,
-        "sources": list(index.sources),
-        "eval_fraction": index.eval_fraction,
-        "column": index.column,
-        "block_hashes": index.has_block_hashes,
-    }
-    if index.chat is not None:
-        facts["chat"] = index.chat.to_dict()
+    from raydist.api.tasks import dataset_facts
+
+    facts = dataset_facts(uri, index)
     if document is not None:
         facts["document"] = [{"text": text, "counts": counts} for text, counts in document]
     if counted is not None:
         found, notes = counted
         facts["padding"] = {"share": found.share, "notes": notes, **asdict(found)}
+    if batch is not None:
+        facts["batch"] = batch
     if as_json:
         print(json.dumps(facts))
         return
-    print(f"{path}: {index.fingerprint}")
+    print(f"{facts['path']}: {index.fingerprint}")
     print(f"  sources    {', '.join(index.sources)}")
     print(f"  tokenizer  {index.tokenizer.name}, {index.tokenizer.vocab_size} ids, stored as {index.dtype}")
     for name, split in (("train", index.train), ("eval", index.eval)):
@@ -244,6 +250,12 @@ def _print(
         print(f"  loss on    {'what the assistant says' if index.chat.loss_on == 'completions' else 'all tokens'}")
     if counted is not None:
         _print_padding(*counted)
+    if batch is not None:
+        print(
+            f"  batch      of step {batch['step']}, samples_hash {batch['samples_hash']}, in {', '.join(batch['files'])}"
+        )
+        for one in batch["samples"]:
+            print(f"  {one['id']:>9}  {' '.join(one['begins'].split())}")
     if document is not None:
         print()
         _show_document(document)

@@ -140,7 +140,7 @@ def _memory(job: JobSpec, memory: str, per_node: int | None, facts: Facts) -> Fa
     """With the planner's estimate of the job's own strategy, and what it would set."""
     from dataclasses import replace
 
-    from raydist.cli.plan import parse_size, progress, target
+    from raydist.api.planning import parse_size, progress, target
     from raydist.planner.advice import advise
     from raydist.planner.facts import Machine
     from raydist.planner.vocabulary import vocabulary

@@ -6,12 +6,9 @@ Runs in: the user's shell, in one process without Ray. Imports torch inside the 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from raydist.errors import UsageError
 
 
 def evaluate(
@@ -31,16 +28,12 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")] = False,
 ) -> None:
     """Print the loss of exported weights on held-out text, and the speed of the passes."""
-    from raydist.data.dataset import TokenDataset
-    from raydist.worker import exported
-    from raydist.worker.evaluate import evaluate_folder
+    from raydist.api import tasks
 
-    if not exported.is_exported(folder):
-        raise UsageError(f"{folder}: has no config.json", "give a folder of `raydist checkpoint export`")
-    found = evaluate_folder(exported.open_folder(Path(folder), context), TokenDataset(data), batches, sequences)
+    found = tasks.evaluate.here(folder, data, context=context, batches=batches, sequences=sequences)
     if as_json:
-        print(json.dumps({"loss": found.loss, "tokens": found.tokens, "tokens_per_second": found.tokens_per_second}))
+        print(json.dumps(found))
         return
     print(
-        f"eval loss {found.loss:.4f} nats per token over {found.tokens:,} tokens; {found.tokens_per_second:,.0f} tokens/s"
+        f"eval loss {found['loss']:.4f} nats per token over {found['tokens']:,} tokens; {found['tokens_per_second']:,.0f} tokens/s"
     )

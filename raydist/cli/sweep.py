@@ -1,6 +1,6 @@
 """`raydist sweep FILE`: trains many jobs from one file; `results`, `best` and `report` show them.
 
-Runs in: the user's shell, or a Ray job's driver. Imports ray, pyarrow and rich inside the commands; never torch.
+Runs in: the user's shell, or a Ray job's driver. Imports ray, pyarrow and rich in functions; never torch.
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from raydist.cli import options, output, place, speed
+from raydist.cli import options, output
 from raydist.errors import StorageError, UsageError
-
-if TYPE_CHECKING:
-    from raydist.spec.sweep import Cell, Sweep
 
 
 class _FileFirst(TyperGroup):
@@ -59,45 +56,32 @@ def run(
     as_json: options.LastJson = False,
 ) -> None:
     """Train a sweep. The same command again resumes it."""
-    from raydist.report.sweep import forecast, tables
-    from raydist.run.directory import check_name, default_storage
-    from raydist.spec.sweep import check, load_sweep
-    from raydist.storage import Storage
+    from raydist.api import sweep_training
 
-    sweep = load_sweep(file, overrides or [], check_name(name) if name else None)
-    cells = sweep.cells()
     if device is not None and not dry_run:
         raise UsageError(f"--device {device} needs --dry-run", "leave it out: training uses the cluster's GPUs")
     if not dry_run:
-        _train(sweep, cells, storage or default_storage(), address, wait_for_driver, as_json)
-        return
-    known = forecast.paces(Storage(storage or default_storage()), sweep, cells)
-    address = place.where(address)
-    nodes = place.look(address) if device is None or address != "local" else None  # None: it will run on other machines
-    estimate_speed = speed.estimate_speed(device, None if nodes is None or address == "local" else nodes.resources)
-    able = sweep.scouts() if sweep.spec.search.chooses else cells
-    jobs = [cell.spec for cell in able if cell.spec is not None]
-    here = None if nodes is None else nodes.place(jobs, sweep.spec.array.concurrent)
-    estimate = forecast.tell(sweep, cells, known, estimate_speed, here)
+        code = sweep_training.train(
+            file, set=overrides, name=name, storage=storage, address=address, wait_for_driver=wait_for_driver,
+            show=lambda summary: _show(summary, as_json, failures=False),  # they come last
+        )  # fmt: skip
+        raise typer.Exit(code)
+
+    def show(estimate: dict[str, Any]) -> None:
+        from raydist.report.sweep import tables
+
+        print(json.dumps(estimate, allow_nan=False)) if as_json else tables.forecast(estimate)
+
+    sweep_training.forecast(file, set=overrides, name=name, storage=storage, address=address, device=device, show=show)
+
+
+def _show(summary: dict[str, Any], as_json: bool, *, failures: bool = True) -> None:
+    from raydist.report.sweep import tables
+
     if as_json:
-        print(json.dumps(estimate, allow_nan=False))
+        print(json.dumps(summary, allow_nan=False))
     else:
-        tables.forecast(estimate)
-    check(sweep, cells)
-    if sweep.spec.search.chooses:
-        from raydist.cluster.sweep.search import require
-
-        require(sweep.spec.search)
-
-
-def _train(
-    sweep: Sweep, cells: list[Cell], home: str, address: str | None, wait_for_driver: float, as_json: bool
-) -> None:
-    from raydist.cli.sweepend import finish
-    from raydist.cli.sweeprun import train_cells
-
-    folder, code = train_cells(sweep, cells, home, address, wait_for_driver)
-    raise typer.Exit(finish(folder, code, as_json))
+        tables.results(summary, failures=failures)
 
 
 @app.command()
@@ -121,14 +105,12 @@ def results(
         write_parquet(folder, summary)
     except StorageError as error:
         print(f"raydist: results.parquet was not updated: {error.message}", file=sys.stderr)
-    if as_json:
-        print(json.dumps(summary, allow_nan=False))
-    elif as_csv:
+    if as_csv:
         print(tables.as_csv(summary), end="")
     elif as_markdown:
         print(tables.markdown(summary))
     else:
-        tables.results(summary)
+        _show(summary, as_json)
 
 
 @app.command()

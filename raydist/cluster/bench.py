@@ -5,12 +5,10 @@ Runs in: the driver. Never imports torch.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import ray
 
 from raydist.cluster import nodes, preflight
 from raydist.cluster.run.fit import AbortHandle, AttemptResult, run_attempt
@@ -24,26 +22,16 @@ from raydist.spec import JobSpec
 _LOOK_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """A signal ended the benchmark. `signal`: its number."""
-
-    signal: int
-
-
 def workers(session: Session) -> int:
     """Ranks to measure with if no job gives the number: one per GPU, else one per node; at least two."""
-    nodes = sum(node["Alive"] for node in ray.nodes())
-    return max(int(session.resources.get("GPU", 0)) or nodes, 2)
+    return max(int(session.resources.get("GPU", 0)) or sum(node["Alive"] for node in nodes.listed()), 2)
 
 
-def run(
-    function: str, config: Mapping[str, Any], job: JobSpec, session: Session, *, spread: bool
-) -> dict[str, Any] | Interrupted:
+def run(function: str, config: Mapping[str, Any], job: JobSpec, session: Session, *, spread: bool) -> dict[str, Any]:
     """Calls `function` ("module:attribute") with `config` and `gpus` (per rank), in as many ranks as the job's maximum of workers.
 
-    Returns what rank 0 returned. Call it in the main thread. Raises PreflightError if the ranks do not fit on the cluster, and
-    WorkerFailed with the root cause if one fails.
+    Returns what rank 0 returned. Call it in the main thread. Raises PreflightError if the ranks do not fit on the cluster,
+    WorkerFailed with the root cause if one fails, and SystemExit with 130 or 143 if a signal ended it.
     """
     count = job.cluster.most
     asked = job.model_copy(update={"cluster": job.cluster.model_copy(update={"workers": count})})
@@ -81,7 +69,8 @@ def run(
             if signals:
                 abort.abort()
     if signals:
-        return Interrupted(signals[0])
+        print("raydist: interrupted; no result was kept", file=sys.stderr)
+        sys.exit(128 + signals[0])
     (outcome,) = ended
     if isinstance(outcome, BaseException):
         raise outcome

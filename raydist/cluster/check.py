@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raydist.cluster import nodes, preflight
 from raydist.cluster.session import Session
@@ -16,24 +16,19 @@ from raydist.report.check import RATES
 from raydist.spec import JobSpec
 from raydist.spec.parallel import ParallelSpec
 
-if TYPE_CHECKING:
-    from raydist.cluster.bench import Interrupted
-
 SLOW = 0.8
 """A node is slow if it does less than this share of the nodes' median."""
 _UNIT = {"matmul": 1e12, "memory": 1e9, "to_device": 1e9, "link": 1e9}
 
 
-def run(job: JobSpec, session: Session, storage: str, share: float = SLOW) -> dict[str, Any] | Interrupted:
+def run(job: JobSpec, session: Session, storage: str, share: float = SLOW) -> dict[str, Any]:
     """Preflight with every measurement, then one rank on each GPU, or on each node without GPUs. docs/how-to/check.md lists the
-    keys. Returns bench.Interrupted if a signal ended it. Raises PreflightError as `preflight.check` does, and WorkerFailed."""
+    keys. Raises PreflightError as `preflight.check` does, and what `bench.run` raises."""
     from raydist.cluster import bench, node_facts
 
     has = preflight.check(job, session, storage, None, measure=True)
     asked = everywhere(job, [node["Resources"] for node in preflight.usable_nodes(job, session)])
     result = bench.run("raydist.bench.node:in_ranks", {"threads": 1}, asked, session, spread=True)
-    if isinstance(result, bench.Interrupted):
-        return result
     found = table(has, result)
     return {
         "v": 1,
@@ -88,12 +83,10 @@ def slow(rows: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]
     return found
 
 
-def without_slow(job: JobSpec, session: Session, storage: str) -> tuple[JobSpec, list[dict[str, Any]]] | Interrupted:
-    """The job without the nodes that are slow now, and why. Returns bench.Interrupted if a signal ended the measurement. Raises
-    PreflightError if the job does not fit on the others."""
+def without_slow(job: JobSpec, session: Session, storage: str) -> tuple[JobSpec, list[dict[str, Any]]]:
+    """The job without the nodes that are slow now, and why. Raises what `run` raises, and PreflightError if the job does not fit on
+    the others."""
     result = run(job, session, storage)
-    if not isinstance(result, dict):
-        return result
     names = sorted({each["node"] for each in result["slow"]})
     resources = job.cluster.resources
     fewer = resources.model_copy(update={"exclude": [*resources.exclude, *names]})

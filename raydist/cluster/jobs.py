@@ -5,11 +5,13 @@ Runs in: `raydist submit`. Imports ray inside functions; never torch.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from raydist.cluster import authentication
@@ -123,3 +125,37 @@ def _why(error: BaseException) -> str:
         reason = getattr(at.args[0], "reason", None) if at.args else None
         at = reason if isinstance(reason, BaseException) else at.__cause__ or at.__context__
     return found or " ".join(str(error).split())[:300]
+
+
+def ended(url: str, job: str, away_s: float) -> tuple[str, int | None, str]:
+    """Follows a job to its end. Returns its status, the exit code of its driver, and the first line of Ray's message.
+
+    Status LOST: the cluster no longer knows the job, or has not answered for `away_s` seconds. Raises UserError if the cluster no
+    longer accepts the token.
+    """
+    import aiohttp  # Ray's client of jobs, which needs it, raises its errors
+    from ray.exceptions import AuthenticationError
+
+    answered = time.monotonic()
+    while time.monotonic() - answered < away_s:
+        try:
+            client = connect(url)
+            asyncio.run(_follow(client, job))
+            info: Any = client.get_job_info(job)
+            answered = time.monotonic()
+        except AuthenticationError:
+            raise authentication.refused(f"the cluster at {url}") from None
+        except (aiohttp.ClientError, OSError, RuntimeError, ClusterUnreachable) as error:
+            if "does not exist" in str(error):
+                break
+            time.sleep(_AGAIN_S)
+            continue
+        if info.status.is_terminal():
+            message = (info.message or "").strip().splitlines()
+            return info.status.value, info.driver_exit_code, message[0] if message else ""
+    return "LOST", None, ""
+
+
+async def _follow(client: Any, job: str) -> None:
+    async for lines in client.tail_job_logs(job):
+        print(lines, end="", file=sys.stderr, flush=True)

@@ -48,7 +48,8 @@ def gpus_per_worker(spec: JobSpec, resources: Mapping[str, float]) -> float:
 def check_early(spec: JobSpec, *, local: bool) -> None:
     """Checks that need neither Ray nor the data. `local`: the job will train on this host.
 
-    Raises PreflightError; UserError for the weights of `model.hf`, and for a tokenizer that has more ids than they have rows.
+    Raises PreflightError; UserError for the weights of `model.hf` and of `model.name: transformers`, and for a tokenizer that has
+    more ids than the former have rows.
     """
     found = host_gpus() if local else None
     asked = spec.cluster.gpus_per_worker
@@ -62,6 +63,9 @@ def check_early(spec: JobSpec, *, local: bool) -> None:
         )
     if problems:
         raise PreflightError("\n".join(problems))
+    weights = spec.model.options.get("weights") if spec.model.name == "transformers" else None
+    if isinstance(weights, str) and "://" not in weights:
+        huggingface.tensors_of(Path(weights).expanduser())
     if spec.model.hf is not None:
         format, ids = huggingface.format_for(spec.model), 0  # those of a prepared dataset are in it
         if spec.data.path is None:

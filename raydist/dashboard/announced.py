@@ -17,7 +17,7 @@ from urllib.parse import quote
 from raydist.parsing import LINE_BYTES, parse_json
 from raydist.private_files import make_private_folder, open_private
 from raydist.run.directory import RunDir
-from raydist.run.status import gone, this_process
+from raydist.run.driver_process import gone, this_process
 from raydist.storage import Storage
 
 

@@ -20,7 +20,7 @@ import yaml
 
 from raydist.deploy.nodes import Nodes
 from raydist.errors import UsageError
-from raydist.run.status import LOST_AFTER_S
+from raydist.run.driver_process import LOST_AFTER_S
 from raydist.spec import JobSpec, stored
 
 JOB = "/etc/raydist/job.yaml"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from raydist.deploy.nodes import Nodes
 from raydist.errors import UsageError
-from raydist.run.status import LOST_AFTER_S
+from raydist.run.driver_process import LOST_AFTER_S
 from raydist.spec import JobSpec
 
 _JOIN_S = 600

@@ -20,7 +20,7 @@ from raydist.diagnosis._gpu import GpuErrors
 from raydist.diagnosis._history import BIN_S as LOW_BIN_S
 from raydist.diagnosis._history import WARMUP_S, History
 from raydist.diagnosis._symptoms import OF_RANKS, Candidate, slow_ranks
-from raydist.diagnosis._window import Row, Steps, Store, Window
+from raydist.diagnosis._window import BIN_S, BINS, Row, Steps, Store, Window
 from raydist.records import Event, Finding
 from raydist.run.telemetry_schema import GPU, NODE, OPS, PHASES, RANK
 
@@ -32,6 +32,16 @@ AGAIN_S = 60.0
 """Least time between two changes of a finding that are told."""
 EVENTS = 1000
 SEVERITIES = ("info", "warning", "critical")
+_IN_A_SCRIPT = {
+    "optim.lr": "the optimizer's lr",
+    "train.micro_batch": "the session's micro_batch",
+    "checkpoint.every": "the session's every",
+    "data.prefetch": "num_workers of its DataLoader",
+    "parallel.strategy: zero2 or zero3": "the session's strategy: zero2 or zero3",
+    "prepare the data ahead (`raydist data prepare`), ": "",
+    ", or offload.optimizer: cpu; `raydist plan RUN/spec.yaml` says which fits": "",
+}
+"""Of remedies: a job's fields -> what a script has in their place."""
 _SHARES = tuple(f"{phase}_seconds" for phase in PHASES) + tuple(f"{op}_exposed_seconds" for op in OPS)
 
 
@@ -120,6 +130,11 @@ class Diagnosis:
         newest_attempt = max([self._attempt, *(row["attempt"] for row in rows if row["kind"] == "rank")])
         if newest_attempt > self._attempt:
             yield from self._new_attempt(newest_attempt)
+        if (
+            max((row["at"] // BIN_S for row in rows if row["kind"] == "rank"), default=self._newest)
+            < self._newest - BINS
+        ):
+            self._set_back(max(row["at"] for row in rows))
         for row in rows:
             self._take(row)
         self._history.add(rows)
@@ -156,6 +171,14 @@ class Diagnosis:
         for told in over.values():
             if not told.once:
                 yield replace(told.finding, state="over")
+
+    def _set_back(self, now: float) -> None:
+        """The clock by which rows are timed was set back: what came before is of a time that is yet to come."""
+        self._stores = {kind: Store(store.order) for kind, store in self._stores.items()}
+        self._newest = self._checked = -1
+        self._warm_at = min(self._warm_at, now)
+        for told in self._told.values():
+            told.told_at, told.seen_at = min(told.told_at, now), min(told.seen_at, now)
 
     def _take(self, row: Row) -> None:
         kind = row["kind"]
@@ -199,6 +222,7 @@ class Diagnosis:
                 self.problems[rule.name] = f"{type(error).__name__}: {error}"
         self._fresh, self._steps.new = [], 0
         found += [self._best(those) for those in rivals.values()]
+        found = [_for_a_script(one) for one in found] if window.of_script else found
         for finding in found:
             yield from self._tell(finding, now)
         for key, told in list(self._told.items()):
@@ -234,3 +258,13 @@ class Diagnosis:
         if (other and steady) or (not other and (worse or moved) and now - told.told_at >= AGAIN_S):
             told.finding, told.told_at, told.next_rule = replace(finding, state="changed"), now, ""
             yield told.finding
+
+
+def _for_a_script(finding: Finding) -> Finding:
+    """With what the script can change."""
+    remedy, culprit = finding.remedy, dict(finding.culprit)
+    for field, words in _IN_A_SCRIPT.items():
+        remedy = remedy.replace(field, words)
+    if "setting" in culprit:
+        culprit["setting"] = _IN_A_SCRIPT.get(culprit["setting"], culprit["setting"])
+    return replace(finding, remedy=remedy, culprit=culprit)

@@ -307,7 +307,7 @@ def measured(
         yield slow.because(
             window,
             rule,
-            cause=cause.format(more=more),
+            cause=cause.format(more=more if each != 1.0 else min(more, 1.0)),  # a group's time is a sum over processors
             explains=each * more / slow.lost,
             evidence=[figure(evidence[0], float(values[slow.row]), evidence[1])],
             remedy=remedy,

@@ -19,7 +19,8 @@ from raydist.diagnosis._history import Lows
 from raydist.diagnosis._loads import Loads
 from raydist.records import LISTS, Event
 from raydist.run.log import FIELDS, SINGLE
-from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES
+from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES, is_total
+from raydist.spec.script import SESSION
 
 BIN_S = 3.0
 BINS = 60
@@ -38,10 +39,6 @@ Key = Any
 """A rank; a node's address; (node, GPU)."""
 
 
-def _totals(columns: Sequence[str]) -> frozenset[str]:
-    return frozenset(name for name in columns if " total " in f" {COLUMNS[name][1]}")
-
-
 class Store:
     """The newest BINS bins of all rows of one kind. A row costs a few microseconds; a bin keeps its latest row.
 
@@ -49,7 +46,7 @@ class Store:
     """
 
     def __init__(self, columns: Sequence[str]) -> None:
-        self.totals = _totals([name for name in columns if name != "at"])
+        self.totals = frozenset(filter(is_total, columns))
         self._texts = tuple(name for name in columns if str(COLUMNS[name][0]) == "string")
         self._numbers = tuple(name for name in columns if name not in self._texts)
         self.order = [*self._numbers, *self._texts]
@@ -106,8 +103,7 @@ class Steps:
     """The newest STEPS rows of the steps' table, one per step, as arrays by column; those that a restart voided are left out.
 
     `cache`: what rules derive from them; emptied by each new step. `first_loss`: the first one that was known, NaN before;
-    `new`: how many rules have not seen yet. `loads`: the tokens of experts.
-    """
+    `new`: how many rules have not seen yet. `loads`: the tokens of experts."""
 
     def __init__(self) -> None:
         self.first_loss, self.new = float("nan"), 0
@@ -168,8 +164,7 @@ class Window:
     ) -> None:
         self._end, self._warm_at = end, warm_at
         self._stores = stores or {}
-        self.steps = Steps() if steps is None else steps
-        self.events, self.fresh, self.lows = events, fresh, lows
+        self.steps, self.events, self.fresh, self.lows = Steps() if steps is None else steps, events, fresh, lows
         self.spec = spec or {}
         self._cuts: dict[tuple[str, str], Array] = {}
         self._places: dict[str, Any] = {}
@@ -193,10 +188,10 @@ class Window:
         """The newest text of a column, "" if there was none."""
         return self._stores[kind].texts[key].get(column, "")
 
-    def culprit(self, rank: int) -> dict[str, Any]:
-        """Rank, host, node and, if it has one, GPU."""
-        row = self.who("rank", rank)
-        return {"rank": rank, **{name: row[name] for name in ("host", "node", "gpu") if row.get(name) is not None}}
+    def culprit(self, rank: int | None) -> dict[str, Any]:
+        """Rank, and its host, node and GPU, as far as they are known; {} for None."""
+        row = {"rank": rank, **(self._stores["rank"].who.get(rank, {}) if "rank" in self._stores else {})}
+        return {name: row[name] for name in ("rank", "host", "node", "gpu") if row.get(name) is not None}
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A field of the job by its dotted name."""
@@ -206,6 +201,11 @@ class Window:
                 return default
             found = found[part]
         return found
+
+    @property
+    def of_script(self) -> bool:
+        """Whether it is a script's own loop (raydist/own): the engine names the session's arguments, not a job's fields."""
+        return bool(self.setting("model.name") == SESSION)
 
     @cached_property
     def _by_kind(self) -> dict[str, list[Event]]:

@@ -29,7 +29,6 @@ THRESHOLDS = {
     ),
 }
 CALM = 2.0
-_SKIP = "recovery.on_nan: skip, with recovery.spike.factor: {factor:.2g}, leaves such a batch out"
 
 
 def check(window: Window) -> Iterator[Finding | Candidate]:
@@ -44,8 +43,7 @@ def check(window: Window) -> Iterator[Finding | Candidate]:
             severity="warning",
             what=f"step {row['step']}: the loss jumped from {found.before:.4g} to {row['loss']:.4g} for one batch, and went back",
             figures={"kind": str(row["step"]), "step": row["step"], "loss": row["loss"], "before": found.before},
-            remedy=f"look at that batch (samples_hash {row['samples_hash']} in `raydist show RUN --steps --json`); "
-            + _SKIP.format(factor=factor),
+            remedy=_remedy(window, row["step"], f"skip, with recovery.spike.factor: {factor:.2g},"),
             symptom=SYMPTOM,
             cause="the samples of that batch",
             culprit={"step": row["step"], "samples_hash": row["samples_hash"]},
@@ -68,13 +66,20 @@ def check(window: Window) -> Iterator[Finding | Candidate]:
         if event.kind == "non_finite":
             grown = growth(window)
             yield Candidate(
-                _not_finite(event.data, grown),
+                _not_finite(window, event.data, grown),
                 0.8 if grown < CALM else 0.2,
                 f"the gradient has grown {grown:.1f} times",
             )
 
 
-def _not_finite(data: dict[str, Any], grown: float) -> Finding:
+def _remedy(window: Window, step: int, skip: str) -> str:
+    if window.of_script:
+        return f"look at the batch of step {step}"
+    command = f"`raydist data show DATASET --job RUN/spec.yaml --step {step}`"
+    return f"look at the batch: {command} has its files and texts; recovery.on_nan: {skip} leaves such a batch out"
+
+
+def _not_finite(window: Window, data: dict[str, Any], grown: float) -> Finding:
     ranks = data.get("ranks") or []
     where = ", ".join(f"rank {one['rank']}, micro-batch {one.get('micro_batch')}" for one in ranks[:3])
     return Finding(
@@ -83,7 +88,7 @@ def _not_finite(data: dict[str, Any], grown: float) -> Finding:
         severity="critical",
         what=f"{data['cause']}: the steps before were calm, so it is the data" + (f" ({where})" if where else ""),
         figures={"kind": f"not finite {data['step']}", "step": data["step"], "gradient_growth": grown},
-        remedy="look at the batch (the event's `ids`; `raydist show RUN`); recovery.on_nan: skip leaves it out",
+        remedy=_remedy(window, data["step"], "skip"),
         symptom="loss",
         cause="the samples of that batch, or the hardware of that rank",
         culprit={

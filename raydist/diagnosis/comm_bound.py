@@ -62,9 +62,10 @@ def check(window: Window) -> Iterator[Finding]:
     size = float(np.sum(sent) / max(np.sum(count), 1e-9))
     small = size < SMALL
     setting = "train.micro_batch"
-    if small and window.setting("parallel.strategy", "ddp") == "ddp" and window.setting("parallel.bucket_mb") != "auto":
+    buckets = window.setting("parallel.strategy", "ddp") == "ddp" and window.setting("parallel.bucket_mb") != "auto"
+    if small and buckets and not window.of_script:
         setting = "parallel.bucket_mb"
-    elif not small and window.setting("comm.compress", NONE) == NONE:
+    elif not small and window.setting("comm.compress", NONE) == NONE and not window.of_script:
         setting = "comm.compress"
     yield Finding(
         rule="comm_bound",

@@ -28,7 +28,7 @@ def check(window: Window) -> Iterator[Finding]:
     waits = all_wait(window, "data")
     if waits < SHARE or slow_ranks(window, "slow_data"):
         return
-    prefetch = window.setting("data.prefetch")
+    prefetch = None if window.of_script else window.setting("data.prefetch")
     made, waited = (window.recent("rank", f"loader_{name}") for name in ("seconds", "waited_seconds"))
     share = median_of(waited[made > 0] / made[made > 0])  # NaN: not recorded
     more = "raise data.prefetch" + (f" (now {prefetch})" if prefetch is not None else "")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raydist.diagnosis._symptoms import Candidate, figure, slow_ranks
+from raydist.diagnosis._symptoms import Candidate, figure
 from raydist.diagnosis._window import Window
-from raydist.diagnosis.gpu_throttled import gpus_of_ranks
+from raydist.diagnosis.gpu_throttled import slow_gpus
 
 SYMPTOM = "slow_compute"
 CAUSE = "another process uses its GPU"
@@ -24,13 +24,8 @@ LIKELY = 0.8
 def check(window: Window) -> Iterator[Candidate]:
     """LIKELY, if others have memory there and not on the peers' GPUs."""
     used = window.recent("gpu", "gpu_other_bytes")
-    of_rank = gpus_of_ranks(window)
-    ranks = window.keys("rank")
-    for slow in slow_ranks(window, SYMPTOM):
-        if (row := of_rank.get(slow.rank)) is None:
-            continue
-        peers = [float(used[of_rank[ranks[p]]]) for p in slow.peers if ranks[p] in of_rank]
-        alone = used[row] >= LEAST_BYTES and not any(other >= LEAST_BYTES for other in peers)
+    for slow, row, peers in slow_gpus(window):
+        alone = used[row] >= LEAST_BYTES and not (used[peers] >= LEAST_BYTES).any()
         yield slow.because(
             window,
             "gpu_shared",

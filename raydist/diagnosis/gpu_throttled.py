@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from raydist.diagnosis._symptoms import Candidate, figure, slow_ranks
+from raydist.diagnosis._symptoms import Candidate, Slow, figure, slow_ranks
 from raydist.diagnosis._window import Window
 
 SYMPTOM = "slow_compute"
@@ -29,12 +29,7 @@ _REMEDY = {
 def check(window: Window) -> Iterator[Candidate]:
     """The share of its computing that a lower clock explains."""
     clocks = window.recent("gpu", "gpu_sm_clock_hz")
-    of_rank = gpus_of_ranks(window)
-    for slow in slow_ranks(window, SYMPTOM):
-        if (row := of_rank.get(slow.rank)) is None:
-            continue
-        ranks = window.keys("rank")
-        peers = [of_rank[ranks[p]] for p in slow.peers if ranks[p] in of_rank]
+    for slow, row, peers in slow_gpus(window):
         usual = float(np.nanmedian(clocks[peers])) if peers and not np.isnan(clocks[peers]).all() else float("nan")
         ratio = float(clocks[row] / usual) if usual else float("nan")
         reason = window.text("gpu", window.keys("gpu")[row], "gpu_throttle")
@@ -57,6 +52,14 @@ def check(window: Window) -> Iterator[Candidate]:
             remedy=_REMEDY[hold],
             against=f"the clock of its GPU is {ratio:.0%} of its peers'",
         )
+
+
+def slow_gpus(window: Window) -> Iterator[tuple[Slow, int, list[int]]]:
+    """The slow ranks that have a GPU, the row of that GPU in the series, and the rows of their peers' GPUs."""
+    of_rank, ranks = gpus_of_ranks(window), window.keys("rank")
+    for slow in slow_ranks(window, SYMPTOM):
+        if (row := of_rank.get(slow.rank)) is not None:
+            yield slow, row, [of_rank[ranks[p]] for p in slow.peers if ranks[p] in of_rank]
 
 
 def gpus_of_ranks(window: Window) -> dict[int, int]:

@@ -99,10 +99,11 @@ def _finding(
     confidence: float | None = None,
     against_one_batch: str = "",
 ) -> Finding:
-    grown, lr = growth(window), window.setting("optim.lr")
+    grown, rates = growth(window), window.steps["lr"]
+    lr = window.setting("optim.lr") if not window.of_script else float(np.nanmax(rates)) if len(rates) else None
     lower = f"{lr / 3:.2g}" if isinstance(lr, (int, float)) else "a third"
     warm = "" if window.setting("optim.schedule.warmup") else " and set a warm-up (optim.schedule)"
-    rates = window.steps["lr"]
+    back = "raydist.open(RUN).weights(STEP)" if window.of_script else "raydist train --init-from"
     now = [figure("learning rate", float(rates[-1]), "steps: lr")] if len(rates) else []
     return Finding(
         rule="lr_too_high",
@@ -110,7 +111,7 @@ def _finding(
         severity="critical",
         what=what,
         figures={**figures, "gradient_growth": grown},
-        remedy=f"lower optim.lr to {lower}{warm}; continue from the checkpoint before the rise: raydist train --init-from",
+        remedy=f"lower optim.lr to {lower}{warm}; continue from the checkpoint before the rise: {back}",
         symptom=SYMPTOM,
         cause="the learning rate is too high",
         culprit={"setting": "optim.lr"},

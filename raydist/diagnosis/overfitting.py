@@ -24,13 +24,8 @@ ROW, RISE = 3, 0.01
 
 def check(window: Window) -> Iterator[Finding]:
     """While the newest evaluations rise."""
-    evals = {
-        event.data["step"]: float(event.data["loss"])
-        for event in window.of("eval")
-        if event.data.get("loss") is not None
-    }
-    steps = sorted(evals)
-    losses = [evals[step] for step in steps]
+    evals = evaluations(window)
+    steps, losses = list(evals), list(evals.values())
     if len(losses) <= ROW:
         return
     last = losses[-ROW - 1 :]
@@ -59,4 +54,12 @@ def check(window: Window) -> Iterator[Finding]:
         ],
         others=[{"cause": "the learning rate is too high", "against": "the training loss falls"}],
         confidence=0.8,
+    )
+
+
+def evaluations(window: Window) -> dict[int, float]:
+    """Step -> held-out loss of the newest evaluation of it, by step."""
+    evals = window.of("eval")
+    return dict(
+        sorted({e.data["step"]: float(e.data["loss"]) for e in evals if e.data.get("loss") is not None}.items())
     )

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raydist.diagnosis._symptoms import Candidate, figure, slow_ranks
+from raydist.diagnosis._symptoms import Candidate, figure
 from raydist.diagnosis._window import Window
-from raydist.diagnosis.gpu_throttled import gpus_of_ranks
+from raydist.diagnosis.gpu_throttled import slow_gpus
 
 SYMPTOM = "slow_compute"
 CAUSE = "its GPU has fewer PCIe lanes than its peers"
@@ -22,11 +22,8 @@ LIKELY = 0.75
 def check(window: Window) -> Iterator[Candidate]:
     """LIKELY, if its link is narrower than those of all peers."""
     lanes = window.recent("gpu", "gpu_pcie_width")
-    of_rank, ranks = gpus_of_ranks(window), window.keys("rank")
-    for slow in slow_ranks(window, SYMPTOM):
-        if (row := of_rank.get(slow.rank)) is None:
-            continue
-        peers = [float(lanes[of_rank[ranks[p]]]) for p in slow.peers if ranks[p] in of_rank]
+    for slow, row, others in slow_gpus(window):
+        peers = lanes[others].tolist()
         narrow = bool(peers) and lanes[row] < min(peers)
         yield slow.because(
             window,

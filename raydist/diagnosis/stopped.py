@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from raydist.diagnosis._symptoms import figure
 from raydist.diagnosis._window import Window
 from raydist.records import Event, Finding
 
@@ -19,10 +20,12 @@ THRESHOLDS = {
 }
 _REMEDIES = {
     "worker_hung": "RUN/logs/attempt-* has the stacks and the collectives of every rank: compare those of this rank with another's",
-    "out_of_memory": "lower train.micro_batch, or use parallel.strategy: zero2 or zero3, or offload.optimizer: cpu; `raydist plan` "
-    "says which fits",
+    "out_of_memory": "lower train.micro_batch, or use parallel.strategy: zero2 or zero3, or offload.optimizer: cpu; "
+    "`raydist plan RUN/spec.yaml` says which fits",
     "communication": "check the network between these hosts: `raydist bench comm`",
 }
+_HOLDS = ("parameters", "gradients", "optimizer", "activations", "anon")
+"""Columns of what fills a rank's memory."""
 _HELD = (
     ("its process is stopped", "a signal or a debugger stopped the process"),
     ("state D", "a storage call does not return"),
@@ -52,13 +55,8 @@ def _failure(window: Window, event: Event) -> Finding:
     cause = causes.get(fault) or next(
         (words for part, words in _HELD if part in data["cause"]), "its code does not go on"
     )
-    culprit = (
-        window.culprit(rank)
-        if rank is not None and rank in window.keys("rank")
-        else {"rank": rank}
-        if rank is not None
-        else {}
-    )
+    known = window.who("rank", rank) if fault == "out_of_memory" and rank in window.keys("rank") else {}
+    held = {name: float(known[f"{name}_bytes"]) for name in _HOLDS if known.get(f"{name}_bytes") is not None}
     return Finding(
         rule="stopped",
         rank=rank,
@@ -67,9 +65,13 @@ def _failure(window: Window, event: Event) -> Finding:
         figures={"kind": f"{fault} {data['attempt']}"},
         remedy=_REMEDIES[fault],
         cause=cause,
-        culprit=culprit,
+        culprit=window.culprit(rank),
         evidence=[
             {"figure": "verdict", "value": data["cause"], "from": "event: failure"},
+            *(
+                figure(f"bytes of its {name}, step {known.get('step')}", size, "telemetry")
+                for name, size in held.items()
+            ),
             *(found for side in data.get("sides") or [] for found in _side(side)),
         ],
         confidence=0.8,

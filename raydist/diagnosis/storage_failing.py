@@ -45,7 +45,6 @@ def check(window: Window) -> Iterator[Finding]:
     last = failed[-1]
     error, rank = str(last.data["cause"]), last.data.get("rank")
     cause, remedy = next(((c, r) for part, c, r in _CAUSES if part in error), _OTHER)
-    who = window.culprit(rank) if rank is not None and rank in window.keys("rank") else {"rank": rank}
     many = f"the newest {len(failed)} checkpoints were" if len(failed) > 1 else "the newest checkpoint was"
     yield Finding(
         rule="storage_failing",
@@ -55,7 +54,7 @@ def check(window: Window) -> Iterator[Finding]:
         figures={"failed": len(failed), "step": last.data["step"]},
         remedy=remedy,
         cause=cause,
-        culprit={**who, "setting": "storage"},
+        culprit={**window.culprit(rank), "setting": "storage"},
         evidence=[figure("checkpoints in a row that were not written", len(failed), "events: checkpoint_failed")],
         confidence=0.9,
     )

@@ -54,7 +54,7 @@ class AtPhase(OfRank):
         return self.phase
 
 
-class InForward(OfRank):
+class InForward(Fault):
     """A fault in the model."""
 
     @property

@@ -9,7 +9,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from raydist import registry
 from raydist.faults.base import AtPhase, Fault
+from raydist.run.telemetry_schema import GPU, NODE, RANK
 from raydist.spec.parts import problem
 
 
@@ -38,6 +40,27 @@ class CpuQuota(AtPhase):
     cpus: float = Field(0.2, ge=0.01, description="Processors that the rank may use.")
 
 
+class Reading(Fault):
+    """Telemetry has another reading of the rank, its node or its GPU than there is; without a GPU, readings of one."""
+
+    fault: Literal["reading"] = "reading"
+    column: str = Field(description="A column of telemetry (docs/reference/observe.md).")
+    value: float | str = Field(
+        description="What is read instead; of a total, what is added to it each second, whole numbers where it has those."
+    )
+    seconds: float = Field(30, gt=0, description="Duration.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Reading:
+        columns = {**RANK, **NODE, **GPU}
+        if self.column not in columns:
+            raise problem("column", self.column, "is not a column", registry.did_you_mean(self.column, list(columns)))
+        text = str(columns[self.column][0]) == "string"
+        if text != isinstance(self.value, str):
+            raise problem("value", self.value, f"does not fit {self.column}", f"give {'text' if text else 'a number'}")
+        return self
+
+
 class NoDescriptors(AtPhase):
     """The rank has no file descriptor left: EMFILE for every file, socket and pipe that it opens."""
 
@@ -46,9 +69,10 @@ class NoDescriptors(AtPhase):
 
 
 class ClockJump(AtPhase):
-    """The clock of the rank's process jumps, and stays so until that process ends."""
+    """The clock of the rank's process or of its agent's jumps, and stays so until that process ends."""
 
     fault: Literal["clock_jump"] = "clock_jump"
+    process: Literal["rank", "agent"] = Field("rank", description="Whose clock.")
     seconds: float = Field(3600.0, description="By how much; negative: backwards.")
 
 
@@ -95,6 +119,24 @@ class DiskFull(StorageFault):
     """ENOSPC in the middle of a file."""
 
     fault: Literal["disk_full"] = "disk_full"
+
+
+class NoInodes(StorageFault):
+    """ENOSPC for every new file, as where all inodes are in use."""
+
+    fault: Literal["no_inodes"] = "no_inodes"
+
+
+class CutUpload(StorageFault):
+    """The connection to storage is closed in the middle of a file."""
+
+    fault: Literal["cut_upload"] = "cut_upload"
+
+
+class BusyStorage(StorageFault):
+    """503 (Slow Down) for every operation, as from an object store after the client has tried again in vain."""
+
+    fault: Literal["busy_storage"] = "busy_storage"
 
 
 class ReadOnly(StorageFault):

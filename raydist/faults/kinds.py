@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from raydist.faults import host_kinds  # noqa: F401 - its faults are subclasses, too
-from raydist.faults.base import AtPhase, By, Fault, InForward, OfRank, Phase
+from raydist.faults.base import AtPhase, By, Fault, InForward, OfRank
 
 
 class Kill(AtPhase):
@@ -73,7 +73,7 @@ class Deadlock(AtPhase):
     fault: Literal["deadlock"] = "deadlock"
 
 
-class SkipCollective(InForward):
+class SkipCollective(OfRank, InForward):
     """All ranks except this one start an all-reduce of the control group."""
 
     fault: Literal["skip_collective"] = "skip_collective"
@@ -141,7 +141,7 @@ class KillProcess(AtPhase):
     )
 
 
-class BadNumber(InForward):
+class BadNumber(OfRank, InForward):
     """NaN or infinity in the loss, or only in the gradient, in all of this rank's forward passes of each step."""
 
     fault: Literal["bad_number"] = "bad_number"
@@ -150,14 +150,14 @@ class BadNumber(InForward):
     steps: int = Field(1, ge=1, description="Number of steps.")
 
 
-class LossSpike(InForward):
+class LossSpike(OfRank, InForward):
     """Logits far too large, in all of this rank's forward passes of the step."""
 
     fault: Literal["loss_spike"] = "loss_spike"
     factor: float = Field(1000.0, gt=1, description="The factor.")
 
 
-class ExpertImbalance(Fault):
+class ExpertImbalance(InForward):
     """Routers send many tokens to the first experts of each layer, in the training passes of each step."""
 
     fault: Literal["expert_imbalance"] = "expert_imbalance"
@@ -167,10 +167,22 @@ class ExpertImbalance(Fault):
     )
     steps: int = Field(1, ge=1, description="Number of steps.")
 
-    @property
-    def at(self) -> Phase:
-        """The first forward pass."""
-        return "forward"
+
+class ScaleGradient(InForward):
+    """The gradient of one parameter is multiplied in each step."""
+
+    fault: Literal["scale_gradient"] = "scale_gradient"
+    parameter: str | None = Field(None, description="Its name in the model; null: the first parameter.")
+    factor: float = Field(1e-6, description="The factor; below 1 the gradient vanishes, above it explodes.")
+    steps: int = Field(1, ge=1, description="Number of steps.")
+
+
+class LearningRate(Fault):
+    """The optimizer's learning rate is multiplied in each step; records have that of the schedule."""
+
+    fault: Literal["learning_rate"] = "learning_rate"
+    factor: float = Field(100.0, gt=0, description="The factor.")
+    steps: int = Field(1, ge=1, description="Number of steps.")
 
 
 class FlipBit(AtPhase):
@@ -188,11 +200,11 @@ class FlipBit(AtPhase):
     )
 
 
-class SlowRank(InForward):
-    """The rank sleeps in each step."""
+class SlowRank(AtPhase):
+    """The rank sleeps in each step, or in each evaluation."""
 
     fault: Literal["slow_rank"] = "slow_rank"
-    seconds: float = Field(gt=0, description="Seconds per step.")
+    seconds: float = Field(gt=0, description="Seconds in each step that has the phase.")
     steps: int = Field(1, ge=1, description="Number of steps.")
 
 

@@ -24,8 +24,10 @@ from raydist.private_files import is_private_folder, make_private_folder
 SHM = Path("/dev/shm")
 STALE_S = 600.0
 """Mailboxes not written for this long, whose ranks have exited, belong to runs whose processes were all killed."""
-PRIVATE = ("pid", "gpu_uuid")
-"""Columns of a row in addition to those of raydist.run.telemetry_schema: the rank's pid, and torch's UUID of its GPU."""
+INJECTED = "injected"
+PRIVATE = ("pid", "gpu_uuid", "monotonic", INJECTED)
+"""Columns of a row in addition to those of raydist.run.telemetry_schema: the rank's pid, torch's UUID of its GPU, the host's
+monotonic clock, and what the fault `reading` says."""
 
 
 def folder(run_uri: str) -> Path:
@@ -53,9 +55,8 @@ class Mailbox:
         make_private_folder(self._path.parent)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Replaces the rank's row. `row`: columns of raydist.run.telemetry_schema, at least `at` and `rank`, and `pid` of PRIVATE.
-
-        Raises OSError.
+        """Replaces the rank's row. `row`: columns of raydist.run.telemetry_schema, at least `rank`, and of PRIVATE, at least `pid`
+        and `monotonic`. Raises OSError.
         """
         temporary = self._path.with_suffix(".tmp")
         try:

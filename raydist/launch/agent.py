@@ -258,7 +258,9 @@ class _Attempt:
                 what = call.pop("what")
                 answer: dict[str, Any] = {"value": None}
                 try:
-                    if what != "ended" and monitor is None:  # of this run: the next attempt may belong to another
+                    if (
+                        what not in ("ended", "clock") and monitor is None
+                    ):  # of this run: the next attempt may belong to another
                         monitor = self._agent.monitor(self._number)
                     if what == "ended":
                         self._result.update(call)
@@ -268,6 +270,10 @@ class _Attempt:
                         monitor.stage.remote(self._order["job"]["attempt"], **call)  # no wait: for display only
                     elif what == "durable":
                         ray.get(monitor.flush.remote(), timeout=_PUSH_TIMEOUT_S)
+                    elif what == "clock":  # an injected fault
+                        from raydist.faults.clock import jump
+
+                        jump(**call)
                 except (RayError, TimeoutError) as error:
                     answer = {"error": f"{type(error).__name__}: {error}"}
                 try:

@@ -97,7 +97,9 @@ def train(
 
     startup.done("import")
     spec, run = parse(order["spec"]), RunDir(order["run"])
-    await_attempt(run, order["attempt"])  # before anything is read as if this were a new run, or is written
+    await_attempt(
+        run, order["attempt"], first=order["rank"] == 0
+    )  # before anything is read as if this were a new run, or is written
     rank = distributed.start(
         gpus=order["gpus"],
         threads=max(1, int(spec.cluster.cpus_per_worker)),
@@ -114,6 +116,7 @@ def train(
         allow_spec_change=order["allow_spec_change"],
         faults=order["faults"],
         memory_store=MemoryStoreJob(**order["memory_store"]) if order["memory_store"] is not None else None,
+        agent=agent,
     )
 
     def push(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any]:

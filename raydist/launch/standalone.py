@@ -25,10 +25,11 @@ from raydist.launch.zygote import leave
 from raydist.records import Event
 from raydist.run import requests
 from raydist.run.directory import SPEC, RunDir, await_attempt, begin_attempt, check_name, default_storage
+from raydist.run.driver_process import this_process
 from raydist.run.lease import DriverLease
 from raydist.run.log import last_attempt
 from raydist.run.log_writer import RunLog
-from raydist.run.status import this_process, write_state
+from raydist.run.status import write_state
 from raydist.spec import JobSpec, load, stored
 from raydist.storage import Storage
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from raydist.diagnosis import Diagnosis
 from raydist.errors import StorageError
+from raydist.observe.node_clocks import NodeClocks
 from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.run.telemetry_log import TelemetryLog
@@ -42,7 +43,7 @@ class Aggregator:
 
             monitor = cloudpickle.loads(monitor)
         self._monitor, self._interval_s = monitor, interval_s
-        self._samples = TelemetryLog(RunDir(run_uri), number)
+        self._samples, self._clocks = TelemetryLog(RunDir(run_uri), number), NodeClocks()
         self._diagnosis = Diagnosis()
         self._lock = threading.Lock()
         self._rows: list[Row] = []
@@ -53,8 +54,9 @@ class Aggregator:
         self._thread = threading.Thread(target=self._write, name="raydist-gather", daemon=True)
         self._thread.start()
 
-    def observe(self, rows: Sequence[Row]) -> None:
+    def observe(self, rows: Sequence[Row], sent: float | None = None) -> None:
         """Same as `RunMonitor.observe`. Returns at once."""
+        rows = self._clocks.correct(rows, sent)
         self._samples.add(rows)
         with self._lock:
             self._rows += rows

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raydist.observe.run_monitor import DEFAULT_EXPORTERS, INTERVAL_S, RunMonitor
-from raydist.run.status import this_process
+from raydist.run.driver_process import this_process
 
 
 def start_monitor(

@@ -24,6 +24,7 @@ from raydist.ipc import mailbox
 from raydist.observe.hardware.cgroup import CpuGroups
 from raydist.observe.hardware.host import Host, process
 from raydist.observe.hardware.nvml import Gpus, Reading
+from raydist.run.telemetry_schema import COLUMNS, GPU, NODE, is_total
 
 _KEPT = 60
 """Readings kept while the monitor does not answer; then the oldest are dropped."""
@@ -92,6 +93,7 @@ class NodeMonitor:
         living = {rank: row for rank, row in ranks.items() if used[rank]}
         gpus = self._gpus.read()
         places = place(living, gpus)
+        now = time.monotonic()
         who = {"at": time.time(), "host": self._name, "node": self._node}
         rows = [{**who, "kind": "node", **self._host.read()}]
         rows += [
@@ -104,13 +106,14 @@ class NodeMonitor:
             for i, gpu in enumerate(gpus)
         ]
         for rank, row in living.items():
-            new = (row.get("attempt"), row["at"])
+            age = now - row["monotonic"]
+            new = (row.get("attempt"), row["monotonic"])
             stopped = used[rank].pop("state") in STOPPED
             if self._seen.get(rank) != new or stopped:
                 self._seen[rank] = new
                 if stopped:  # it cannot write: its newest row again, with the time for which it is late
-                    late = max(who["at"] - row["at"] - self._interval_s, 0.0)
-                    row = {**row, "at": who["at"], "held_seconds": (row.get("held_seconds") or 0.0) + late}
+                    late, age = max(age - self._interval_s, 0.0), 0.0
+                    row = {**row, "held_seconds": (row.get("held_seconds") or 0.0) + late}
                 values = {
                     name: value for name, value in row.items() if value is not None and name not in mailbox.PRIVATE
                 }
@@ -119,7 +122,10 @@ class NodeMonitor:
                     gpu = gpus[places[rank]]
                     found = {**found, "gpu": gpu.row["gpu"], "gpu_process_bytes": gpu.processes.get(row["pid"])}
                 found = {name: value for name, value in found.items() if value is not None}
-                rows.append({**found, **values, "kind": "rank", "host": self._name, "node": self._node})
+                rows.append({**found, **values, **who, "kind": "rank", "at": who["at"] - age})
+        for rank, row in living.items():
+            if injected := row.get(mailbox.INJECTED):
+                inject(rows, rank, gpus[places[rank]].row["gpu"] if rank in places else rank, injected, who)
         return rows
 
     # --- private
@@ -166,7 +172,7 @@ class NodeMonitor:
                 ray.get(self._call)  # else Ray reports an unretrieved error
         rows = [row for reading in self._unsent for row in reading]
         self._unsent.clear()
-        self._call = self._monitor.observe.remote(rows) if rows else None
+        self._call = self._monitor.observe.remote(rows, time.time()) if rows else None
 
 
 def place(ranks: Mapping[int, Mapping[str, Any]], gpus: Sequence[Reading]) -> dict[int, int]:
@@ -182,6 +188,24 @@ def place(ranks: Mapping[int, Mapping[str, Any]], gpus: Sequence[Reading]) -> di
         if by_name or by_process:
             found[rank] = (by_name or by_process)[0]
     return found
+
+
+def inject(rows: list[Row], rank: int, gpu: int, injected: Mapping[str, Any], who: Row) -> None:
+    """Puts readings of the fault `reading` into the rows of a rank, its GPU and its node; adds those of a total. Adds a row of its
+    GPU if it has none."""
+    for name, value in injected.items():
+        kind = "node" if name in NODE else "gpu" if name in GPU else "rank"
+        subject = {"node": {}, "gpu": {"gpu": gpu}, "rank": {"rank": rank}}[kind]
+        row = next((r for r in rows if r["kind"] == kind and all(r.get(k) == v for k, v in subject.items())), None)
+        if row is None and kind == "gpu":
+            row = {**who, "kind": kind, "gpu": gpu, "rank": rank}
+            rows.append(row)
+        if row is not None:  # a rank without a new row has none
+            made = value + (row.get(name) or 0) if is_total(name) else value
+            row[name] = made if isinstance(made, str) or str(COLUMNS[name][0]) == "double" else int(made)
+    for row in rows:
+        if row["kind"] == "rank" and row["rank"] == rank and any(name in GPU for name in injected):
+            row.setdefault("gpu", gpu)
 
 
 def shared(gpu: Reading, ranks: Mapping[int, int]) -> Row:

@@ -25,15 +25,17 @@ from raydist.diagnosis import Diagnosis
 from raydist.diagnosis.layer_gradients import sizes
 from raydist.errors import StorageError
 from raydist.observe.exporter_threads import ExporterThreads
+from raydist.observe.node_clocks import NodeClocks
 from raydist.observe.summary import LiveView
 from raydist.observe.write_ahead_log import WriteAheadLog
 from raydist.records import EXPORTED_ONLY, Event, Status
 from raydist.redact import redact, remember
 from raydist.run import requests
 from raydist.run.directory import RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.log import SINGLE
 from raydist.run.log_writer import RunLog
-from raydist.run.status import last_word, this_process, write_state
+from raydist.run.status import last_word, write_state
 from raydist.run.telemetry_log import TelemetryLog
 
 INTERVAL_S = 2.0
@@ -90,7 +92,7 @@ class RunMonitor:
             entries = self._journal.left()
         except OSError as error:
             no_journal = str(error)
-        self._samples = TelemetryLog(self._run)
+        self._samples, self._clocks = TelemetryLog(self._run), NodeClocks()
         self._diagnosis = Diagnosis(spec=spec)
         self._undiagnosed: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
         self._undiagnosed_steps: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
@@ -210,8 +212,11 @@ class RunMonitor:
 
     # --- from the node monitors
 
-    def observe(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Telemetry rows: columns of raydist.run.telemetry_schema, nulls left out. Returns at once."""
+    def observe(self, rows: Sequence[Mapping[str, Any]], sent: float | None = None) -> None:
+        """Telemetry rows of a node: columns of raydist.run.telemetry_schema, nulls left out. `sent`: Unix time, by its clock.
+        Returns at once.
+        """
+        rows = self._clocks.correct(rows, sent)
         self._samples.add(rows)
         self._undiagnosed.extend(rows)
         self._exporters.samples(rows)

@@ -22,7 +22,7 @@ from typing import Any
 
 from raydist.observe.monitor_actor import placed, start_monitor
 from raydist.observe.run_monitor import INTERVAL_S, RunMonitor
-from raydist.run.status import this_process
+from raydist.run.driver_process import this_process
 
 _TAKE_S = 30.0
 

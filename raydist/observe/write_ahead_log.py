@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from raydist.private_files import open_private
-from raydist.run.status import gone
+from raydist.run.driver_process import gone
 
 SHM = Path("/dev/shm")
 

@@ -135,6 +135,8 @@ class Launched:
         self._here.telemetry.sources.append(self._meter.read)
         if self._injector:
             self._injector.attach(model)
+            self._injector.attach_optimizer(optimizer)
+            self._here.telemetry.sources.append(self._injector.readings.read)
         self._here.startup.done("build")
 
     def loaded(self) -> None:
@@ -186,7 +188,7 @@ def _injector(here: ScriptRank) -> Injector:
 
     job = here.job
     memory = job.memory_store.folder if job.memory_store is not None else None
-    return Injector(job.faults, job.run, here.rank, job.attempt, memory)
+    return Injector(job.faults, job.run, here.rank, job.attempt, memory, job.agent)
 
 
 def host() -> Alone | Launched:

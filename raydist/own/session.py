@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, default_collate
 
-from raydist.data.batches import Cursor, samples_hash, share
+from raydist.data.batches import Cursor, StepBatch, samples_hash, share
 from raydist.data.order import IntArray
 from raydist.errors import SpecChanged, UsageError, UserError
 from raydist.own.arguments import check_splits, job_of, plain_module, trained_by
@@ -27,7 +27,7 @@ from raydist.own.host import host
 from raydist.own.loader import Part, Reader, check, read_ahead
 from raydist.own.samples import STREAM, samples_of
 from raydist.own.state import ValueState
-from raydist.own.training import Training
+from raydist.own.training import CHANGED, Training
 from raydist.records import StepRecord
 from raydist.run.directory import default_storage
 from raydist.spec import JobSpec
@@ -39,6 +39,7 @@ from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.checks.bad_steps import BadStepCheck
 from raydist.worker.dataloader import sent
 from raydist.worker.precision import Precision
+from raydist.worker.step_hooks import Bad
 
 SCHEDULER = "scheduler"
 """The extra state of a checkpoint that has the scheduler's."""
@@ -133,7 +134,7 @@ class Session:
         self._training: Training | None = None
         self.counts = True
         self._backward = self._stepped = False
-        self._last = self._stops = False
+        self._last = self._stops = self._told = False
         self.number = 0
         self.losses: list[float] = []
 
@@ -167,6 +168,8 @@ class Session:
         def divide(ids: Any, of_rank: int, world: int) -> Any:
             return share(ids, of_rank, world, self._micro_batch)
 
+        checked = spec, training.mesh, job.run, self._attempt, self._module, self._reporter, divide
+        self._bad_steps = BadStepCheck(*checked)
         self._checkpoints = CheckpointManager(
             job,
             rank,
@@ -174,7 +177,7 @@ class Session:
             self._at,
             TrainState(self._module, self._optimizer, training.shards, training.frozen),
             precision=Precision(spec.precision, rank.device),
-            bad_steps=BadStepCheck(spec, training.mesh, job.run, self._attempt, self._module, self._reporter, divide),
+            bad_steps=self._bad_steps,
             noise=None,
             fingerprint=self._fingerprint,
             total=self._total,
@@ -283,6 +286,14 @@ class Session:
     def _update(self) -> None:
         at, step, training = self._at, self._step, self._distributed()
         sums = training.reduce()
+        hashed = samples_hash(step.ids)
+        if isinstance(sums, Bad):
+            self._bad_steps.leaves_out(sums.step, StepBatch(at.cursor, step.after, step.ids, hashed, [], 0))
+            self._bad_steps.leave_out(sums)
+            raise AssertionError("a session has recovery.on_nan: stop")
+        if training.changed and not self._told and self._reporter:
+            self._reporter.say("note", text=CHANGED)
+            self._told = True
         checkpoints, heartbeat = self._manager(), self._host.heartbeat
         self._host.before_update()
         heartbeat.enter("save")  # it may wait until a copy of the state is complete
@@ -311,7 +322,7 @@ class Session:
                     data_seconds=step.read,
                     world_size=self.rank.world_size,
                     attempt=self._attempt,
-                    samples_hash=samples_hash(step.ids),
+                    samples_hash=hashed,
                 )
             )
         heartbeat.stepped(seconds - step.read)

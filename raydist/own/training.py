@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from raydist import registry
-from raydist.errors import GraphMismatch, NonFinite, TrainingStopped, UsageError, UserError
+from raydist.errors import GraphMismatch, TrainingStopped, UsageError, UserError
 from raydist.own.arguments import give_shards
 from raydist.spec import JobSpec
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.lora import frozen_shards
 from raydist.worker.mesh import Mesh
@@ -30,15 +31,24 @@ from raydist.worker.parallel import WithoutExample
 from raydist.worker.parallel._grad_norm import GradNorm
 from raydist.worker.parallel._model_graph import check_loss, plain_name, some, whole_parameters
 from raydist.worker.parameter_table import gather_parameters
+from raydist.worker.step_hooks import Bad
+
+CHANGED = (
+    "the script changes gradients between backward() and step(), as clip_grad_norm_ does: there they are sums over the batch's "
+    "weights, not means; give the session clip= instead"
+)
+"""A note of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of a step, over all ranks: its mean loss, its weight, and the norm of its gradient."""
+    """Of a step, over all ranks: its mean loss, its weight, and the norm of its gradient; `now`: with what the script has changed
+    after the backward pass."""
 
     loss: float
     weight: float
     norm: float
+    now: float
 
 
 class Training:
@@ -58,7 +68,7 @@ class Training:
         strategy = spec.parallel.strategy
         self._model, self._optimizer, self._rank, self._clip = model, optimizer, rank, spec.optim.clip
         self.mesh = Mesh(rank)
-        self._splits = strategy != "ddp" and rank.world_size > 1
+        self._ddp, self._splits = strategy == "ddp", strategy != "ddp" and rank.world_size > 1
         if self._splits:
             for p in trained.values():
                 p.data = p.data.contiguous()  # rows of it are sent
@@ -70,6 +80,10 @@ class Training:
         likes = {name: shard.local if shard.like is None else shard.like for name, shard in self.frozen.items()}
         self.parameters = gather_parameters(self.shards, rank, likes)
         self._norm = GradNorm(self.parameters, rank, dist.group.WORLD if rank.world_size > 1 else None)
+        self._summed: tuple[Tensor, list[int]] | None = None
+        """Of a step under ddp, when its last backward pass is done: the gradient's norm, and how often each part was changed."""
+        self.changed = False
+        """Whether the script has changed the gradients of a step after their last backward pass."""
         kept = model.state_dict().keys()
         self._statistics = [b for name, b in model.named_buffers() if name in kept]
         self._found: dict[Tensor, str] | None = {}
@@ -108,9 +122,12 @@ class Training:
         self._losses.append((loss.detach(), weight))  # not read here: the host would wait for the device
         with self._strategy.accumulate(last), self._around():
             (loss * (weight * self._strategy.loss_factor)).backward()  # type: ignore[no-untyped-call]
+        if last and self._ddp:  # gradients are summed now, and the script may clip them before step()
+            self._summed = self._norm(), self._versions()
 
-    def reduce(self) -> Sums:
-        """Ends the passes of a step: every shard has its gradient, of the sum of all losses. A collective."""
+    def reduce(self) -> Sums | Bad:
+        """Ends the passes of a step: every shard has its gradient, of the sum of all losses. A collective. Bad: on every rank, if
+        the loss or the gradient is not finite."""
         device = self._rank.device
         self._given = False
         self._strategy.finish_grads()
@@ -126,24 +143,30 @@ class Training:
         sums = torch.stack([loss, torch.tensor(sum(w for _, w in self._losses), dtype=torch.float64).to(device)])
         if self._rank.world_size > 1:
             dist.all_reduce(sums)
-        norm = self._norm()  # enqueued before the host waits for the device
+        before, versions = self._summed or (None, None)
+        changed = versions is not None and versions != self._versions()
+        now = self._norm() if before is None or changed else before  # enqueued before the host waits for the device
         total, weight = sums.tolist()
         self._losses.clear()
         if not weight:
             raise UserError(f"step {self._step}: the weights of all batches are 0", "give samples or tokens as weight")
-        found = Sums(total / weight, weight, float(norm) / weight)
-        if not (math.isfinite(found.loss) and math.isfinite(found.norm)):
-            raise NonFinite(
-                f"step {self._step}: loss {found.loss}, gradient norm {found.norm}; the update was not applied",
-                "lower the learning rate, or clip the gradient (clip=1.0)",
-            )
+        self._summed, self.changed = None, self.changed or changed
+        found = Sums(total / weight, weight, float(now if before is None else before) / weight, float(now) / weight)
+        if not (math.isfinite(found.loss) and math.isfinite(found.now)):
+            mine = {} if math.isfinite(own := float(loss)) else {"rank": self._rank.rank, "loss": own}
+            ranks = tuple(filter(None, gather_json(mine, self._rank.control)))
+            cause = f"step {self._step}: loss {found.loss}, gradient norm {found.now}"
+            return Bad(self._step, found.loss, cause, ranks)
         return found
+
+    def _versions(self) -> list[int]:
+        return [s.local.grad._version for s in self.shards.values() if s.local.grad is not None]
 
     def update(self, sums: Sums) -> None:
         """Clips, and makes the update. A collective."""
         factor = 1.0 / sums.weight
-        if self._clip and sums.norm > self._clip:
-            factor *= self._clip / (sums.norm + 1e-6)
+        if self._clip and sums.now > self._clip:
+            factor *= self._clip / (sums.now + 1e-6)
         self._strategy.scale_grads(factor)
         self._optimizer.step()
         self._strategy.zero_grad()

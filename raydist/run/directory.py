@@ -43,7 +43,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from raydist.errors import RunNotFound, StorageError, UsageError
-from raydist.parsing import quoted
+from raydist.parsing import parse_json, quoted
 from raydist.run import storage_choice
 from raydist.storage import Storage
 
@@ -228,7 +228,8 @@ def begin_attempt(run: RunDir, number: int) -> None:
 
     Raises UsageError if that number, or a higher one, has started already: another driver runs this run.
     """
-    body = {"attempt": number, "at": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+    who = {"host": socket.gethostname(), "pid": os.getpid()}
+    body = {"attempt": number, "at": time.time(), "newest_checkpoint": run.newest_step(), **who}
     newest = run.lineage().newest
     if newest >= number or not run.storage.write_new(f"{ATTEMPTS}/{number:04d}.json", json.dumps(body).encode()):
         raise UsageError(
@@ -251,20 +252,28 @@ def resume_attempt(run: RunDir, number: int, step: int) -> None:
     run.storage.write(f"{ATTEMPTS}/{number:04d}-from-{step:08d}.json", json.dumps(body).encode())
 
 
-def await_attempt(run: RunDir, number: int, wait_s: float = NOTE_S) -> None:
-    """Returns once the note of attempt `number`, which the driver has written, can be seen from here.
+def await_attempt(run: RunDir, number: int, first: bool = False, wait_s: float = NOTE_S) -> None:
+    """Returns once the note of attempt `number`, which the driver has written, can be seen from here. For the `first` rank, whose
+    step to resume from voids later ones, also the newest checkpoint that the driver has seen by then.
 
     If a node has not mounted the storage, or mounts another one, its folder looks like that of a new run. Raises StorageError after
     `wait_s`; NFS may show a new file that late.
     """
     deadline, name = time.monotonic() + wait_s, f"{ATTEMPTS}/{number:04d}.json"
-    while run.storage.size(name) is None:
-        if time.monotonic() > deadline:
-            raise StorageError(
-                f"{run.uri} on {socket.gethostname()} does not have {name}, which the driver has written: it is another folder",
-                "is its file system mounted there? All nodes need the same --storage",
-            )
-        time.sleep(min(1.0, wait_s))
+
+    def wait(seen: Callable[[], bool], what: str) -> None:
+        while not seen():
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{run.uri} on {socket.gethostname()} does not have {what}: it is another folder",
+                    "is its file system mounted there? All nodes need the same --storage",
+                )
+            time.sleep(min(1.0, wait_s))
+
+    wait(lambda: run.storage.size(name) is not None, f"{name}, which the driver has written")
+    if first:
+        newest = int(parse_json(run.storage.read(name))["newest_checkpoint"])
+        wait(lambda: run.newest_step() >= newest, f"the checkpoint of step {newest}, which the driver has seen")
 
 
 def start_anew(run: RunDir) -> None:

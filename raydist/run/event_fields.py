@@ -86,7 +86,7 @@ FIELDS: dict[str, dict[str, str]] = {
     "workers": {"workers": "workers"},
     "resumed": {"step": "integer"},
     "first_step": {"attempt": "integer", "step": "integer", "seconds": "number", "stages": "numbers", "repeated_steps": "integer",
-                   "before": "numbers?"},
+                   "before": "numbers?", "steps_per_epoch": "integer?"},
     "checkpoint_saved": {"step": "integer", "bytes": "integer", "seconds": "number", "stall_seconds": "number"},
     "checkpoint_failed": {"step": "integer?", "rank": "integer?"},
     "checkpoint_rejected": {"step": "integer?"},

@@ -2,7 +2,7 @@
 
 Runs in: the driver. Must not import ray or torch.
 
-    RUN/drivers/000007.json    {"driver": {host, pid, ...}, "key", "renewed_at", "ended"}
+    RUN/drivers/000007.json    {"driver": {host, pid, ...}, "key", "renewed_at", "ended", "interrupted"}
                 000007.stop    a request to that driver to end the run: {"host", "pid", "at", "by"}
 
 The newest number holds the run. A driver takes the next number if that driver has ended, has not renewed for LOST_AFTER_S, or its
@@ -27,8 +27,9 @@ from typing import Any
 
 from raydist.errors import Fenced, StorageError, UsageError
 from raydist.parsing import DAMAGED, parse_json
+from raydist.records import Status
 from raydist.run.directory import DRIVERS, Folder, RunDir
-from raydist.run.status import LOST_AFTER_S, gone, this_process
+from raydist.run.driver_process import LOST_AFTER_S, gone, this_process
 from raydist.storage import NO_FOLDER
 
 RENEW_S = 5.0
@@ -38,6 +39,8 @@ STOP_LOOK_S = 2.0
 _LOOK_S = 0.5
 _STOP = ".stop"
 _LEASE = re.compile(rf"{DRIVERS}/(\d+)\.json")
+_SIGNALLED = (130, 143)
+"""Exit codes after SIGINT and SIGTERM."""
 SKEW_S = 5.0
 """How far the clocks of two hosts may differ."""
 
@@ -116,21 +119,22 @@ class DriverLease:
         """The process that has asked this driver to end the run, as text; None if there is no request. Does not access storage."""
         return self._stop
 
-    def release(self) -> None:
-        """Releases the lease, so that the next driver can start at once. A second call does nothing."""
+    def release(self, interrupted: bool = False) -> None:
+        """Releases the lease, so that the next driver can start at once. A second call does nothing. `interrupted`: by a signal."""
         if self._over.is_set():
             return
         self._over.set()
         self._thread.join(self._renew_s)
         if self._lost is None and not self._thread.is_alive():
             with suppress(StorageError):  # the lease expires anyway
-                self._run.storage.write(self._name(self._number), self._dumps(ended=True))
+                self._run.storage.write(self._name(self._number), self._dumps(ended=True, interrupted=interrupted))
 
     def __enter__(self) -> DriverLease:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.release()
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        signalled = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 0) in _SIGNALLED
+        self.release(interrupted=signalled)
 
     def _renew(self) -> None:
         due = time.monotonic() + self._renew_s
@@ -182,8 +186,9 @@ class DriverLease:
     def _own(self, number: int, holder: dict[str, Any] | None) -> bool:
         return number == self._number and holder is not None and holder["key"] == self._body["key"]
 
-    def _dumps(self, ended: bool = False) -> bytes:
-        return json.dumps({**self._body, "renewed_at": time.time(), "ended": ended}).encode()
+    def _dumps(self, ended: bool = False, interrupted: bool = False) -> bytes:
+        told = {"renewed_at": time.time(), "ended": ended, "interrupted": interrupted}
+        return json.dumps({**self._body, **told}).encode()
 
     def _refused(self, holder: dict[str, Any]) -> UsageError:
         driver = holder.get("driver", {})
@@ -222,6 +227,18 @@ def newest_driver(folder: Folder, now: float | None = None) -> Driver | None:
         bool(holder["ended"]),
         _alive(holder, now),
     )
+
+
+def status_by_lease(folder: Folder, now: float | None = None) -> Status | None:
+    """The status of that run or sweep as far as its newest driver tells, which may have started or ended without a record of that.
+    None if it had no driver, or that died. Raises StorageError.
+    """
+    _, holder = _newest(folder)
+    if holder is None:
+        return None
+    if holder["ended"]:
+        return "interrupted" if holder.get("interrupted") else "stopped"
+    return "running" if _alive(holder, now) else None
 
 
 def ask_stop(folder: Folder, driver: Driver, by: str = "`raydist stop`") -> bool:

@@ -25,8 +25,9 @@ from raydist.errors import StorageError
 from raydist.records import EXPORTED_ONLY, Event, numbers
 from raydist.run import parquet
 from raydist.run.directory import EVENTS, METRICS, RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.log import FIELDS, HEAD, NULLABLE, SCHEMA, json_line, segment_names
-from raydist.run.status import last_word, this_process, write_state
+from raydist.run.status import last_word, write_state
 from raydist.storage import append_whole, refused
 
 SEGMENT_ROWS = 10_000

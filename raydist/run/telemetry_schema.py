@@ -21,7 +21,7 @@ PHASES = ("data", "forward", "backward", "update", "eval", "save")
 _F, _I, _S = pa.float64(), pa.int64(), pa.string()
 
 WHO: dict[str, tuple[pa.DataType, str]] = {
-    "at": (_F, "Unix time of the reading, by its node's clock"),
+    "at": (_F, "Unix time of the reading, by its node's clock; by the run monitor's if they are a minute apart"),
     "kind": (_S, "rank, node or gpu: the subject of the row"),
     "host": (_S, "host name"),
     "node": (_S, "IP address of the node in the cluster"),
@@ -134,6 +134,12 @@ GPU: dict[str, tuple[pa.DataType, str]] = {
 }
 
 COLUMNS: dict[str, tuple[pa.DataType, str]] = {**WHO, **RANK, **NODE, **GPU}
+
+
+def is_total(column: str) -> bool:
+    """Whether it is a counter."""
+    return " total " in f" {COLUMNS[column][1]}"
+
 
 SCHEMA = pa.schema(
     [pa.field(name, kind, metadata={"description": text}) for name, (kind, text) in COLUMNS.items()],

@@ -50,13 +50,19 @@ def _to_stderr(line: str) -> None:
     print(f"raydist: {line}", file=sys.stderr)
 
 
+Job = str | Path | Mapping[str, Any] | JobSpec
+"""A YAML file, or its content: fields, whose paths are relative to the working directory, or a spec."""
+Overrides = Sequence[str] | Mapping[str, Any]
+"""What is set over a job's files: `field.name=value` each, the value in YAML; or dotted field -> value."""
+
+
 def load(
-    path: str | Path,
-    overrides: Sequence[str] = (),
+    job: Job,
+    overrides: Overrides = (),
     deepspeed: str | Path | None = None,
     warn: Callable[[str], None] = _to_stderr,
 ) -> JobSpec:
-    """The job of a YAML file. `overrides` are `field.name=value`, the value in YAML; the last of a field wins.
+    """The job of a YAML file, or of its content. Of several `overrides` of a field the last wins.
 
     `deepspeed` is a DeepSpeed file. Its fields win over the job's files, but not over `overrides`; those of a file's own
     `deepspeed:` win over the files that it extends, but not over its own fields. `warn` gets a line for each field of a DeepSpeed
@@ -67,7 +73,16 @@ def load(
     over = overriding(overrides)
     if deepspeed is not None:
         over.tree.setdefault("deepspeed", str(deepspeed))
-    return resolve([*read_job(Path(path)), over], str(path), warn)
+    if isinstance(job, str | Path):
+        layers = read_job(Path(job))
+    else:
+        layers = layers_of(job.model_dump(mode="json") if isinstance(job, JobSpec) else job, source_of(job))
+    return resolve([*layers, over], source_of(job), warn)
+
+
+def source_of(job: Job) -> str:
+    """The place of fields that no layer sets."""
+    return str(job) if isinstance(job, str | Path) else "spec"
 
 
 def read_job(path: Path) -> list[Layer]:
@@ -78,15 +93,14 @@ def read_job(path: Path) -> list[Layer]:
     return layers
 
 
-def of_tree(tree: Mapping[str, Any], place: str) -> Layer:
-    """The layer of a job that is given as nested dicts at `place`; its paths are relative to the working directory."""
-    return Layer(dict(tree), dict.fromkeys(_paths(tree), place))
-
-
-def overriding(overrides: Sequence[str]) -> Layer:
-    """The layer of the `--set` options, `field.name=value` each. Raises SpecError with all problems."""
+def overriding(overrides: Overrides) -> Layer:
+    """The layer of the `--set` options, or of fields with their values. Raises SpecError with all problems."""
     over = Layer({}, {})
     problems: list[str] = []
+    if isinstance(overrides, Mapping):
+        for name, value in overrides.items():
+            over = over.with_field(name, value, f"set {name}")
+        return over
     for text in overrides:
         name, equals, value = text.partition("=")
         if not equals or not name:
@@ -207,16 +221,22 @@ def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
     tree = read_yaml(path, f" (extended by {seen[-1]})" if seen else "")
     if not isinstance(tree, dict):
         raise SpecError(f"{path}: holds {type(tree).__name__}, not fields; begin with name: and model:")
+    return layers_of(tree, str(path), path.parent, (*seen, path.resolve()))
+
+
+def layers_of(tree: Mapping[str, Any], place: str, folder: Path = Path(), seen: tuple[Path, ...] = ()) -> list[Layer]:
+    """The fields that stand at `place`, whose paths are relative to `folder`, after those of the files that they extend."""
+    tree = dict(tree)
     parent = tree.pop("extends", None)
-    own = Layer(tree, dict.fromkeys(_paths(tree), str(path)), path.parent)
+    own = Layer(tree, dict.fromkeys(_paths(tree), place), folder)
     if parent is None:
         return [own]
     if not isinstance(parent, str):
-        raise SpecError(f"{path}: extends: {parent!r:.{NAME}} is not a file name; write extends: base.yaml")
+        raise SpecError(f"{place}: extends: {parent!r:.{NAME}} is not a file name; write extends: base.yaml")
     if "\0" in parent:
-        raise SpecError(f"{path}: extends: {parent!r:.{NAME}} has a NUL character; write extends: base.yaml")
-    own.extends = str(path), parent
-    return [*read_layers(path.parent / parent, (*seen, path.resolve())), own]
+        raise SpecError(f"{place}: extends: {parent!r:.{NAME}} has a NUL character; write extends: base.yaml")
+    own.extends = place, parent
+    return [*read_layers(folder / parent, seen), own]
 
 
 def named_files(layers: Sequence[Layer]) -> list[tuple[str, str, Path]]:

@@ -5,12 +5,12 @@ Runs anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from raydist import registry
 from raydist.errors import SpecError
-from raydist.spec.load import merge, overriding, parse
+from raydist.spec.load import Overrides, merge, overriding, parse
 from raydist.spec.models import JobSpec, flatten
 
 SESSION = "raydist.own:session"
@@ -30,7 +30,7 @@ _SETTABLE = {
 """Section -> fields that `raydist run --set` may set."""
 
 
-def launched(name: str, options: Mapping[str, Any], overrides: Sequence[str], before: JobSpec | None) -> JobSpec:
+def launched(name: str, options: Mapping[str, Any], overrides: Overrides, before: JobSpec | None) -> JobSpec:
     """The job with which `raydist run` starts a script, before the session adds its arguments (`joined`).
 
     `options`: fields of `cluster`, from the command's options. `overrides`: `--set`, which wins. `before`: the job of this run's

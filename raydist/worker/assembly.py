@@ -139,6 +139,9 @@ class Assembly:
             shards, rank, likes, has_base
         )  # every rank: names, shapes and holders of all ranks
         self.optimizer = build.build_optimizer(spec, rank, self.strategy, shards, self.split)
+        if self.injector:
+            self.injector.attach_optimizer(self.optimizer)
+            telemetry.sources.append(self.injector.readings.read)
         self.peak_lr = peak_lr(spec.optim, spec.train.global_batch)
         self.tracer = Tracer(job.run, rank, job.attempt, phases, tell, self._messages, spec.comm.aside)
         self.bad_steps = BadStepCheck(spec, self.mesh, job.run, job.attempt, model, reporter, self.feed.divide)
@@ -352,4 +355,4 @@ def _injector(job: Job, rank: Rank) -> Injector:
     from raydist.worker.faults.injector import Injector
 
     memory = job.memory_store.folder if job.memory_store is not None else None
-    return Injector(job.faults, job.run, rank, job.attempt, memory)
+    return Injector(job.faults, job.run, rank, job.attempt, memory, job.agent)

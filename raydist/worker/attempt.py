@@ -28,7 +28,7 @@ class MonitorChannel:
 @dataclass(frozen=True, slots=True)
 class Job:
     """One attempt of a run. `until`: end after that step, with a checkpoint, as paused. `memory_store`: None disables snapshots.
-    `faults`: faults to inject, as plain values.
+    `faults`: faults to inject, as plain values. `agent(what, **data)`: calls the rank's agent, for faults; None: it has none.
     """
 
     spec: JobSpec
@@ -39,6 +39,7 @@ class Job:
     allow_spec_change: bool = False
     faults: Sequence[Mapping[str, Any]] = ()
     memory_store: MemoryStoreJob | None = None
+    agent: Callable[..., object] | None = None
 
 
 @dataclass(frozen=True, slots=True)

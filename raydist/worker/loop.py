@@ -149,7 +149,7 @@ class _Run(Assembly):
                     if at.step == first:
                         self.startup.done("first_step")
                         if self.reporter:
-                            data = self.startup.first_step_data(first - 1)
+                            data = self.startup.first_step_data(first - 1, self.batches.steps_per_epoch)
                             self.reporter.say("first_step", attempt=self.job.attempt, step=first, **data)
                         self.checkpoints.prepare()  # every rank: memory for copies
                         unusual = True

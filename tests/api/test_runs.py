@@ -5,19 +5,22 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import raydist
 from raydist.api import runs as api_runs
+from raydist.api import start as api_start
 from raydist.errors import DataError, RunNotFound, SpecError, TrainingStopped, UsageError
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, Finding, StepRecord
 from raydist.run.directory import SPEC, RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.lease import DriverLease
 from raydist.run.log import json_line
-from raydist.run.status import this_process, write_state
+from raydist.run.status import write_state
 
 
 @pytest.fixture
@@ -120,7 +123,8 @@ def test_waiting_for_a_run_of_another_process(folder: RunDir, monkeypatch: pytes
 
 
 def test_own_code_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is found here as by the command, which then meets the next error; this process's path stays as it was."""
+    """It is found here as by the run's driver, which then meets the next error; this process's path stays as it was. A dict may
+    extend a file, too."""
     (tmp_path / "hook_of_this_folder.py").write_text("class Hook:\n    def __init__(self, facts): ...\n")
     job = {"name": "a", "data": {"path": "nowhere"}, "train": {"steps": 1}, "hooks": ["hook_of_this_folder:Hook"]}
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
@@ -128,9 +132,25 @@ def test_own_code_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
         raydist.train(job, storage=str(tmp_path))
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
+    (tmp_path / "base.yaml").write_text("data: {path: nowhere}\ntrain: {steps: 1}\n")
     with pytest.raises(DataError, match="nowhere"):
-        raydist.train(job, storage=str(tmp_path))
+        raydist.train({"name": "a", "extends": "base.yaml", "hooks": job["hooks"]}, storage=str(tmp_path))
     assert sys.path == before
+
+
+def test_own_code_in_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call takes the working directory off the path while another one needs it there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+
+    def call(_: int) -> bool:
+        with api_start.own_code():
+            time.sleep(0.0001)
+            return str(tmp_path) in sys.path
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(call, range(200)))
+    assert str(tmp_path) not in sys.path
 
 
 def test_a_wrong_job_is_an_error_here(tmp_path: Path) -> None:
@@ -145,6 +165,11 @@ def test_a_wrong_job_is_an_error_here(tmp_path: Path) -> None:
     ):
         with pytest.raises(SpecError, match=text):
             raydist.train(spec, set=given, storage=str(tmp_path))
-    with pytest.raises(UsageError, match="dashboard=True with wait=False"):
-        raydist.train(job, storage=str(tmp_path), dashboard=True, wait=False)
+    for options, text in (
+        ({"dashboard": True, "wait": False}, "dashboard=True with wait=False"),
+        ({"until": 0}, "until=0: is not a number of at least 1"),
+        ({"wait_for_driver": float("inf")}, "wait_for_driver=inf: is not a number of at least 0"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            raydist.train(job, storage=str(tmp_path), **options)
     assert not (tmp_path / "gpt").exists()

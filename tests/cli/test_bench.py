@@ -28,6 +28,7 @@ def call(*arguments: str) -> Any:
         (["--dtype", "fp8"], UsageError, "type 'fp8'"),
         (["--min-bytes", "lots"], UsageError, "--min-bytes lots"),
         (["--max-bytes", "1KiB", "--min-bytes", "2KiB"], UsageError, "sizes from 2048 to 1024"),
+        (["--max-bytes", "99999999TiB"], UsageError, "give at most 64GiB, the limit"),
         (["--set", "optim.lr=1"], UsageError, "--set without a job"),
         (["--factor", "1"], UsageError, "factor 1"),
         (["none.yaml"], SpecError, "none.yaml"),

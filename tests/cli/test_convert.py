@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from raydist.api import submitting
 from raydist.cli import main as cli
-from raydist.cli import submit
 from raydist.spec import load
 from tests.stderr import without_stages
 
@@ -138,7 +138,7 @@ def test_submit_sends_the_file_along(monkeypatch: pytest.MonkeyPatch, capsys: py
     """The job on the cluster gets --deepspeed with the path relative to the working directory; a file outside it is refused."""
     sent: list[str] = []
     Path("x").write_text("the job's data")
-    monkeypatch.setattr(submit, "_submit", lambda address, words, *_, **options: sent.append(" ".join(words)))
+    monkeypatch.setattr(submitting, "_submit", lambda address, words, *_, **options: sent.append(" ".join(words)))
     words = ["submit", "job.yaml", "--address", "http://h:8265", "--deepspeed"]
     code, _, err = command(capsys, *words, str(Path("ds.json").resolve()))
     assert (code, sent) == (0, ["python -m raydist train job.yaml --deepspeed ds.json"]), err

@@ -18,8 +18,8 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from raydist.api import submitting
 from raydist.checkpoint import hub
-from raydist.cli import submit
 from raydist.errors import UserError
 from raydist.spec import JobSpec, load
 from tests.training import job
@@ -163,8 +163,8 @@ def starting(name: str) -> JobSpec:
 def test_submit_ships_a_relative_folder(tmp_path: Path) -> None:
     """A folder of weights in the working directory is shipped; one outside of it cannot be; names and absolute paths are not."""
     (tmp_path / "models/tiny").mkdir(parents=True)
-    assert submit._named_by([starting("models/tiny")], tmp_path) == [Path("models/tiny")]
+    assert submitting._named_by([starting("models/tiny")], tmp_path) == [Path("models/tiny")]
     for elsewhere in ("hf://me/tiny", "/shared/tiny"):
-        assert submit._named_by([starting(elsewhere)], tmp_path) == []
+        assert submitting._named_by([starting(elsewhere)], tmp_path) == []
     with pytest.raises(UserError, match=r"model\.hf: \.\./tiny is not under .*\n.*shared storage"):
-        submit._named_by([starting("../tiny")], tmp_path)
+        submitting._named_by([starting("../tiny")], tmp_path)

@@ -12,7 +12,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from raydist.cli import plan, speed
+import raydist
+from raydist.api import planning, speed
+from raydist.cli import plan
 from raydist.data import open_or_prepare
 from raydist.errors import DataError, SpecError, UsageError
 from raydist.planner.vocabulary import vocabulary
@@ -209,7 +211,7 @@ def test_a_gpu_brings_its_memory(small: Path) -> None:
 def test_it_says_what_it_measures(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass is reported when it starts, and not on stdout."""
     said: list[str] = []
-    monkeypatch.setattr(plan, "progress", lambda: nullcontext(said.append))
+    monkeypatch.setattr(planning, "progress", lambda: nullcontext(said.append))
     out = call(small)
     assert said[:2] == ["importing torch", "building the model"]
     assert "micro-batch 2 in 2 blocks, nothing computed again" in said
@@ -217,12 +219,17 @@ def test_it_says_what_it_measures(small: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gpus_stand_for_workers(small: Path) -> None:
-    """--gpus replaces cluster.workers, with the same checks; --gpus-per-node gives the nodes and hsdp's groups."""
+    """--gpus replaces cluster.workers, with the same checks; --gpus-per-node gives the nodes and hsdp's groups. `raydist.plan`
+    returns the same."""
     made = told(small, "--gpus", "8", "--gpus-per-node", "2")
     assert (made["machine"]["ranks"], made["machine"]["nodes"], row(made, "hsdp")["shard"]) == (8, 4, 2)
     assert (made["batch"]["micro"], made["batch"]["accumulation"]) == (1, 1)
-    with pytest.raises(SpecError, match="cluster.workers: 9 is more than the 8 sequences"):
+    assert raydist.plan(small, gpus=8, gpus_per_node=2) == made
+    too_many = pytest.raises(SpecError, match="cluster.workers: 9 is more than the 8 sequences")
+    with too_many:
         call(small, "--gpus", "9")
+    with too_many:
+        raydist.plan(small, gpus=9)
 
 
 def test_a_tensor_group(small: Path) -> None:
@@ -341,14 +348,14 @@ def test_vocab_is_a_word_of_its_own(small: Path) -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     """GiB and G are powers of two, GB a power of ten; no unit is bytes."""
-    assert plan.parse_size(text) == size
+    assert planning.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "big", "-1GiB", "0", "1.2.3G", "80 XB", "nan", "1e999"])
 def test_no_sizes(text: str) -> None:
     """Text that is not a positive size is refused, with an example."""
     with pytest.raises(UsageError, match="--memory .*\n.*80GiB"):
-        plan.parse_size(text)
+        planning.parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +372,7 @@ def test_no_sizes(text: str) -> None:
 def test_what_is_planned_for(sections: dict[str, Any], asked: bool, here: bool, device: str) -> None:
     """The job's own setting decides first; then an option for GPUs or their memory, then fp16, then this machine's GPU."""
     spec = JobSpec.model_validate({"data": {"source": "x"}, "train": {"steps": 1}, **sections})
-    assert plan.target(spec, asked=asked, here=here)[0] == device
+    assert planning.target(spec, asked=asked, here=here)[0] == device
 
 
 def test_json_is_documented(deepseek: dict[str, Any]) -> None:

@@ -19,8 +19,9 @@ from raydist.errors import RunNotFound, StopFailed, UsageError
 from raydist.records import Event
 from raydist.run import lease as leases
 from raydist.run.directory import SPEC, RunDir
+from raydist.run.driver_process import LOST_AFTER_S, this_process
 from raydist.run.lease import DriverLease, ask_stop, newest_driver
-from raydist.run.status import LOST_AFTER_S, this_process, write_state
+from raydist.run.status import write_state
 from raydist.run.sweep_directory import CellNote, SweepDir, SweepLog
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 
-from raydist.cli import submit
+from raydist.api import submitting
+from raydist.cluster import jobs
 from raydist.errors import SpecError, UsageError, UserError
 
 
@@ -23,7 +23,7 @@ def sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     ) -> None:
         words.append([*told, *more["last"]])
 
-    monkeypatch.setattr(submit, "_submit", submitted)
+    monkeypatch.setattr(submitting, "_submit", submitted)
     monkeypatch.chdir(tmp_path)
     Path("d").mkdir()
     Path("job.yaml").write_text(yaml.safe_dump({"name": "j", "data": {"path": "d"}, "train": {"steps": 5}}))
@@ -35,7 +35,8 @@ def sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
 
 def submitted(path: str, **given: Any) -> None:
     """`raydist submit PATH --address http://head:8265`."""
-    submit.submit(Path(path), "http://head:8265", **given)
+    overrides = given.pop("overrides", None)
+    submitting.submit.here(path, "http://head:8265", set=overrides, **given)
 
 
 def test_a_sweep(sent: list[list[str]]) -> None:
@@ -140,15 +141,16 @@ def test_ctrl_c_leaves_the_job_alone(monkeypatch: pytest.MonkeyPatch, capsys: py
     """Only the following of the job ends; the message has the commands to continue it and to end the job. The job is not
     submitted again."""
 
-    def interrupted(address: str, job: str) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     started: list[str] = []
-    monkeypatch.setattr(submit, "_start", lambda url, words, package, **_: started.append(words) or "job-7")
-    monkeypatch.setattr(submit, "_ended", interrupted)
-    with pytest.raises(typer.Exit) as caught:
-        submit._drive("http://head:8265", ["raydist"], Path("p.zip"), once=[], last=[], no_wait=False, retries=3)
-    assert caught.value.exit_code == 130
+    monkeypatch.setattr(submitting, "_start", lambda url, words, package, **_: started.append(words) or "job-7")
+    monkeypatch.setattr(jobs, "ended", interrupted)
+    asked = "http://head:8265", ["raydist"], Path("p.zip")
+    with pytest.raises(SystemExit) as caught:
+        submitting._drive(*asked, once=[], last=[], wait=True, retries=3)
+    assert caught.value.code == 130
     assert "ray job stop job-7 --address http://head:8265" in capsys.readouterr().err
     assert started == ["raydist"]
 
@@ -157,10 +159,10 @@ def test_arguments_stay_last_when_it_is_submitted_again(monkeypatch: pytest.Monk
     """The first time after --fresh, then after the wait for the driver that has died."""
     started: list[str] = []
     ends = iter([("FAILED", None, "it died"), ("SUCCEEDED", 0, "")])
-    monkeypatch.setattr(submit, "_start", lambda url, words, package, **_: started.append(words) or "job-7")
-    monkeypatch.setattr(submit, "_ended", lambda url, job: next(ends))
+    monkeypatch.setattr(submitting, "_start", lambda url, words, package, **_: started.append(words) or "job-7")
+    monkeypatch.setattr(jobs, "ended", lambda *_: next(ends))
     last = ["--", "--lr", "a b"]
-    submit._drive("http://head:8265", ["raydist"], Path("p.zip"), once=["--fresh"], last=last, no_wait=False, retries=1)
+    submitting._drive("http://head:8265", ["raydist"], Path("p.zip"), once=["--fresh"], last=last, wait=True, retries=1)
     first, again = started
     assert first == "raydist --fresh -- --lr 'a b'"
     assert again.startswith("raydist --wait-for-driver ")
@@ -170,11 +172,12 @@ def test_arguments_stay_last_when_it_is_submitted_again(monkeypatch: pytest.Monk
 def test_a_job_that_was_stopped_is_not_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that a user has stopped is not retried, whatever `--retries` says."""
     started: list[str] = []
-    monkeypatch.setattr(submit, "_start", lambda url, words, package, **_: started.append(words) or "job-7")
-    monkeypatch.setattr(submit, "_ended", lambda url, job: ("STOPPED", None, "stopped"))
-    with pytest.raises(typer.Exit) as caught:
-        submit._drive("http://head:8265", ["raydist"], Path("p.zip"), once=[], last=[], no_wait=False, retries=3)
-    assert caught.value.exit_code == 143
+    monkeypatch.setattr(submitting, "_start", lambda url, words, package, **_: started.append(words) or "job-7")
+    monkeypatch.setattr(jobs, "ended", lambda *_: ("STOPPED", None, "stopped"))
+    asked = "http://head:8265", ["raydist"], Path("p.zip")
+    with pytest.raises(SystemExit) as caught:
+        submitting._drive(*asked, once=[], last=[], wait=True, retries=3)
+    assert caught.value.code == 143
     assert len(started) == 1
 
 
@@ -183,7 +186,7 @@ def test_what_a_job_names_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     Installed modules and files on shared storage are not."""
     needed: list[set[str]] = []
     monkeypatch.setattr(
-        submit,
+        submitting,
         "_submit",
         lambda address, told, root, named, storages, **_: needed.append({*map(str, named), *storages}),
     )

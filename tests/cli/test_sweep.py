@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from raydist.api import speed
 from raydist.cli import main as cli
-from raydist.cli import place, speed
+from raydist.cluster import place
 from raydist.run.directory import SPEC
 from raydist.run.sweep_directory import CellNote, SweepDir, SweepLog
 from raydist.spec import dump, load

@@ -33,7 +33,7 @@ from raydist.ipc.mailbox import Mailbox
 place, step = Mailbox(sys.argv[1], sys.argv[2], 0), 0
 while not select.select([sys.stdin], [], [], 0.02)[0]:
     step += 1
-    place.write({"at": time.time(), "rank": 0, "attempt": 1, "step": step, "pid": os.getpid()})
+    place.write({"monotonic": time.monotonic(), "rank": 0, "attempt": 1, "step": step, "pid": os.getpid()})
 print(step)
 """
 
@@ -48,7 +48,7 @@ class Monitor:
         self._free = threading.Event()
         self._free.set()
 
-    def observe(self, rows: list[dict[str, Any]]) -> None:
+    def observe(self, rows: list[dict[str, Any]], sent: float) -> None:
         self._free.wait()
         self._rows += rows
 

@@ -51,6 +51,23 @@ def test_a_rank_waits_for_the_note_of_its_attempt(tmp_path: Path) -> None:
     assert list((tmp_path / "not-mounted").iterdir()) == []
 
 
+def test_the_first_rank_waits_for_the_newest_checkpoint(tmp_path: Path) -> None:
+    """It voids what is later than the step that it resumes from, so it must see what the driver has seen; the others need not."""
+    run, checkpoint = RunDir(tmp_path), step_folder(20)
+    begin_attempt(run, 1)
+    for step in (10, 20):
+        run.storage.write(f"{step_folder(step)}/{manifest_name(1)}", b"")
+    begin_attempt(run, 2)
+    shutil.move(tmp_path / checkpoint, tmp_path / "aside")
+    await_attempt(run, 2, wait_s=0.0)
+    with pytest.raises(StorageError, match="does not have the checkpoint of step 20, which the driver has seen"):
+        await_attempt(run, 2, first=True, wait_s=0.0)
+    later = threading.Timer(0.2, shutil.move, (tmp_path / "aside", tmp_path / checkpoint))
+    later.start()
+    await_attempt(run, 2, first=True)
+    later.join()
+
+
 def test_the_newest_checkpoint_never_goes_back(tmp_path: Path) -> None:
     """A driver that has seen a commit does not go on from an older one, unless an attempt has voided it."""
     run = RunDir(tmp_path)

@@ -17,9 +17,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from raydist.run.directory import SPEC, RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.lease import DriverLease
 from raydist.run.rank_logs import name as log_name
-from raydist.run.status import this_process, write_state
+from raydist.run.status import write_state
 from raydist.run.sweep_directory import SweepDir
 from raydist.spec.sweep import load_sweep
 from tests.report import story

@@ -10,15 +10,21 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import raydist
 from raydist.cli import data
+from raydist.data.batches import Cursor, samples_hash
 from raydist.data.dataset import TokenDataset
-from raydist.errors import DataError
+from raydist.data.samples import batches_of, training_samples
+from raydist.errors import DataError, UsageError
+from raydist.printable import printable
+from raydist.spec import load
 
 runner = CliRunner()
 
 
 def test_prepare_show_verify(corpus: Path, tmp_path: Path) -> None:
-    """prepare, show and verify work on one dataset; --json prints one object on stdout with the documented names."""
+    """prepare, show and verify work on one dataset; --json prints one object on stdout with the documented names, which is what
+    `raydist.prepare_data` returns."""
     out = str(tmp_path / "out")
     made = runner.invoke(data.app, ["prepare", str(corpus), "--out", out, "--eval-fraction", "0.2", "--json"])
     assert made.exit_code == 0, made.output
@@ -33,9 +39,34 @@ def test_prepare_show_verify(corpus: Path, tmp_path: Path) -> None:
         "shards": 1,
     }
     shown = runner.invoke(data.app, ["show", out, "--json"])
-    assert json.loads(shown.stdout) == facts
+    assert json.loads(shown.stdout) == facts == raydist.prepare_data(corpus, out, eval_fraction=0.2)
     assert index.fingerprint in runner.invoke(data.app, ["show", out]).stdout
     assert runner.invoke(data.app, ["verify", out]).exit_code == 0
+
+
+def test_show_has_the_batch_of_a_step(corpus: Path, tmp_path: Path) -> None:
+    """`show --job --step`: the samples that a run trains in that step, with their files, and how each begins."""
+    out, job = str(tmp_path / "out"), tmp_path / "job.yaml"
+    runner.invoke(data.app, ["prepare", str(corpus), "--out", out, "--eval-fraction", "0.2"])
+    dataset = TokenDataset(out)
+    for batching in ("", "batching: {max_tokens: 4096, global_tokens: 8192}"):
+        job.write_text(f"data: {{path: x, {batching}}}\nmodel: {{context: 512}}\ntrain: {{steps: 9}}\n")
+        spec = load(job)
+        samples = training_samples(spec, dataset)
+        batches = batches_of(spec, samples, dataset.fingerprint)
+        ids = batches.ids(batches.after(Cursor()))
+        shown = runner.invoke(data.app, ["show", out, "--job", str(job), "--step", "2", "--json"])
+        assert shown.exit_code == 0, shown.output
+        batch = json.loads(shown.stdout)["batch"]
+        assert (batch["step"], batch["samples_hash"]) == (2, samples_hash(ids))
+        assert [one["id"] for one in batch["samples"]] == ids.tolist()
+        assert batch["files"] == [f"{out}/{shard.file}" for shard in dataset.index.train.shards]
+        first = dataset.tokenizer.decode(samples.batch(ids[:1])[0][0][:40])
+        assert batch["samples"][0]["begins"] == printable(first)
+        assert batch["samples_hash"] in runner.invoke(data.app, ["show", out, "--job", str(job), "--step", "2"]).stdout
+    refused = runner.invoke(data.app, ["show", out, "--step", "2"]).exception
+    assert isinstance(refused, UsageError)
+    assert "give --job" in str(refused)
 
 
 def test_show_counts_the_padding_of_a_job(corpus: Path, tmp_path: Path) -> None:

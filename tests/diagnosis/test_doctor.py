@@ -234,6 +234,20 @@ def test_a_new_attempt_begins_anew() -> None:
     assert [one.state for _, one in found] == ["new", "over"]
 
 
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_hides_nothing(jump: float) -> None:
+    """The clock by which rows are timed jumps an hour, while a rank is slow: what is slow after that is found as before, and what
+    was told is over once it is."""
+
+    def jumping() -> Iterator[list[dict[str, Any]]]:
+        for own in rows(150, lambda rank, second: {**hog(20, 70)(rank, second), **hog(100, 130)(rank, second)}):
+            yield [{**row, "at": row["at"] + jump * (row["at"] - T >= 60)} for row in own]
+
+    found = [(at - jump * (at - T > 1800 or at < T), one.rule, one.state) for at, one in told(Diagnosis(), jumping())]
+    assert [one[1:] for one in found] == [("cpu_stolen", "new"), ("cpu_stolen", "over")] * 2
+    assert 100 < found[2][0] <= 115
+
+
 def test_a_rule_that_fails_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, and not called again; the others go on."""
     diagnosis = Diagnosis()
@@ -415,6 +429,40 @@ def test_a_layer_that_learns_nothing_or_too_much() -> None:
     assert found(lambda i: 1e-3 * 0.3**i, lambda i: 1e-3 * 0.3**i) == []
     assert found(lambda i: 0.0) == []
     assert found(lambda i: 1e-3 if i % 3 else 1e-7) == []
+
+
+@pytest.mark.parametrize(
+    ("held_out", "trained", "of_pass", "named"),
+    [
+        (
+            lambda step: max(3 - step / 500, 2.0),
+            lambda step: 3 - step / 400,
+            100,
+            True,
+        ),  # stands still from step 500 on
+        (lambda step: 3 - step / 500, lambda step: 3 - step / 400, 100, False),  # still falls
+        (lambda step: 2.0, lambda step: 2.0, 100, False),  # has converged
+        (lambda step: max(3 - step / 500, 2.0), lambda step: 3 - step / 400, 200, False),  # in the fourth pass
+        (lambda step: max(3 - step / 500, 2.0), lambda step: 3 - step / 400, None, False),  # of an earlier version
+    ],
+)
+def test_tokens_are_repeated_more_than_helps(
+    held_out: Callable[[int], float], trained: Callable[[int], float], of_pass: int | None, named: bool
+) -> None:
+    """After 7.5 passes of 100 steps, or 3.75 of 200; evaluated each 25 steps."""
+    start = {"attempt": 1, "step": 1, "seconds": 1.0, "stages": {}, "repeated_steps": 0, "steps_per_epoch": of_pass}
+    diagnosis, found = Diagnosis(), []
+    found += diagnosis.observe([], [], [Event("first_step", T, start)])
+    for step in range(1, 751):
+        row = {"step": step, "loss": trained(step), "grad_norm": 1.0, "seconds": 0.1, "tokens": 9, "lr": 1e-3}
+        evals = (
+            [Event("eval", T + 0.1 * step, {"step": step, "loss": held_out(step), "tokens": 9})]
+            if step % 25 == 0
+            else []
+        )
+        found += diagnosis.observe([], [row], evals)
+    told_of = [(one.rule, one.culprit["setting"]) for one in found if one.state == "new"]
+    assert told_of == ([("repeated_tokens", "train.steps")] if named else [])
 
 
 def test_uneven_stages_of_a_pipeline() -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 import pytest
 
+import raydist
 from raydist.cluster import ray_worker
 from raydist.launch import fork_server
 from raydist.run.sweep_directory import SweepDir
@@ -172,8 +173,10 @@ def test_ray_job_submit(project: Any, cluster: dict[str, str]) -> None:
     assert len(os.listdir(project.root / "shipped-by-ray")) >= 3, "the driver, and at least the two workers"
 
 
-def test_a_users_loop_by_address_and_submitted(project: Any, cluster: dict[str, str]) -> None:
-    """`raydist run` ships the working directory, with the script, and trains there; a rank is killed by --faults. `raydist submit`
+def test_a_users_loop_by_address_and_submitted(
+    project: Any, cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`raydist run` ships the working directory, with the script, and trains there; a rank is killed by --faults. `raydist.submit`
     of the script, as a Ray job, gives the bits of that run."""
     (project.root / "kill.yaml").write_text("- {fault: kill, rank: 1, step: 3}\n")
     options = ["--faults", "kill.yaml", "--workers", "2", "--name", "own-cluster", "--address", cluster["gcs"]]
@@ -181,9 +184,11 @@ def test_a_users_loop_by_address_and_submitted(project: Any, cluster: dict[str, 
     assert done.returncode == 0, done.stderr
     assert (project.show("own-cluster")["status"], len(project.steps("own-cluster"))) == ("finished", 5)
     assert [(e["rank"], e["fault"]) for e in project.events("own-cluster", "failure")] == [(1, "worker_died")]
-    submit = ["submit", "loop.py", "--address", cluster["jobs"], "--workers", "2", "--name", "own-submitted"]
-    done = project.raydist(*submit, "--storage", str(project.runs), "--", "5", "sound", env=TOKEN)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(project.root)
+    for name, value in (TOKEN | {"RAYDIST_STORAGE": str(project.runs)}).items():
+        monkeypatch.setenv(name, value)
+    given: dict[str, Any] = {"workers": 2, "name": "own-submitted", "storage": str(project.runs)}
+    assert raydist.submit("loop.py", cluster["jobs"], [5, "sound"], **given).startswith("raysubmit_")
     assert exact(project.steps("own-submitted")) == exact(project.steps("own-cluster"))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raydist.run.directory import RunDir
-from raydist.run.status import this_process
+from raydist.run.driver_process import this_process
 from tests import needs
 
 

@@ -18,9 +18,11 @@ from raydist.cgroups import cgroup
 from raydist.faults import (
     Abort,
     BadNumber,
+    BusyStorage,
     ClockJump,
     CpuHog,
     CpuQuota,
+    CutUpload,
     DamageCheckpoint,
     DamageMessage,
     Deadlock,
@@ -38,15 +40,19 @@ from raydist.faults import (
     KillMonitor,
     KillProcess,
     Leak,
+    LearningRate,
     LossSpike,
     MemoryHog,
     NoDescriptors,
+    NoInodes,
     NoProcesses,
     OneWayCut,
     OutOfMemory,
     Pause,
     Raise,
+    Reading,
     ReadOnly,
+    ScaleGradient,
     Segfault,
     SkipCollective,
     SlowData,
@@ -78,6 +84,9 @@ DEATHS: list[tuple[Fault, str, str]] = [
 
 HICCUPS: list[Fault] = [
     DiskFull(rank=1, step=9, operations=1),
+    CutUpload(rank=1, step=15, operations=1),
+    BusyStorage(rank=1, step=27, operations=1),
+    NoInodes(rank=1, step=54, operations=1),
     StorageGone(rank=1, step=20, operations=1),
     StuckData(rank=1, step=29),  # for two seconds, in which the save of step 27 is completed
     ReadOnly(rank=0, step=30, operations=1),
@@ -87,6 +96,8 @@ HICCUPS: list[Fault] = [
     SlowData(rank=0, step=34, seconds=0.2),
     ClockJump(rank=0, step=10, seconds=-3600.0),
     ClockJump(rank=1, step=14, seconds=3600.0),
+    ClockJump(rank=0, step=11, seconds=3600.0, process="agent"),
+    ClockJump(rank=1, step=34, seconds=-3600.0, process="agent"),
     DriverClockJump(step=33, seconds=3600.0),
     DriverClockJump(step=50, seconds=-7200.0),
     SuspendProcess(rank=1, step=14, process="agent", seconds=0.5),
@@ -104,6 +115,9 @@ HICCUPS: list[Fault] = [
     Garbage(rank=1, step=34, objects=1000),
     Leak(rank=1, step=35, steps=3),
     SlowRank(rank=0, step=35, seconds=0.05, steps=2),
+    ScaleGradient(step=24, factor=1.0),
+    LearningRate(step=25, factor=1.0),
+    Reading(rank=1, step=36, column="gpu_pcie_width", value=4),
     KillProcess(rank=0, step=51, process="monitor", lack_of_memory=True),
 ]
 """Faults after which the attempt continues."""
@@ -121,7 +135,14 @@ REST: list[Fault] = [
     KillDriver(step=59),
 ]
 
-PATIENCE = ["--set", "recovery.step_timeout=5", "--set", "recovery.data_timeout=2"]
+PATIENCE = [
+    "--set",
+    "recovery.step_timeout=5",
+    "--set",
+    "recovery.data_timeout=2",
+    "--set",
+    "checkpoint.max_failures=9",
+]
 
 
 def damage() -> list[Fault]:
@@ -191,15 +212,18 @@ def test_storage_that_fails_costs_a_checkpoint(disturbed: Any) -> None:
     told = [(e["rank"], e["cause"].rpartition(": ")[2]) for _, e in sorted(failed.items())]
     expected = [
         (1, "No space left on device"),
+        (1, "Broken pipe"),
         (1, "Input/output error"),
         (1, "Stale file handle"),
+        (1, "503 Slow Down"),
         (0, "Read-only file system"),
-        (1, "its run's folder is gone; is its file system mounted?"),
     ]
-    # The driver may be killed, two steps later, before it is told of the last one.
-    assert told in (expected, expected[:-1])
-    due = ({9}, {18, 21}, {24}, {30}, {57})
-    assert [step in of for step, of in zip(sorted(failed), due, strict=False)] == [True] * len(told)
+    last = [(1, "No space left on device"), (1, "its run's folder is gone; is its file system mounted?")]
+    # Rank 1 may be at step 54 already when rank 0's agent is killed in 53; the driver may be killed before it is told of the other.
+    assert told[: len(expected)] == expected
+    assert told[len(expected) :] in (last, last[:1], last[1:], [])
+    due = ({9}, {15}, {18, 21}, {24}, {27}, {30})
+    assert [step in of for step, of in zip(sorted(failed), due, strict=False)] == [True] * len(due)
     committed = {e["step"] for e in disturbed.events("disturbed", "checkpoint_saved")}
     assert {12, 33, STEPS} <= committed
 

@@ -22,8 +22,9 @@ from raydist.launch import rank_output
 from raydist.launch.rank_output import Output
 from raydist.run import rank_logs
 from raydist.run.directory import SPEC, RunDir, begin_attempt
+from raydist.run.driver_process import this_process
 from raydist.run.rank_logs import Reader
-from raydist.run.status import this_process, write_state
+from raydist.run.status import write_state
 
 
 def printed(run: RunDir, attempt: int, rank: int, code: str, interval_s: float = 0.02) -> Output:

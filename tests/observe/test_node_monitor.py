@@ -17,7 +17,7 @@ from raydist.ipc import mailbox
 from raydist.ipc.mailbox import Mailbox
 from raydist.observe import node_monitor
 from raydist.observe.hardware.nvml import Gpus, Reading
-from raydist.observe.node_monitor import NodeMonitor, place, shared
+from raydist.observe.node_monitor import NodeMonitor, inject, place, shared
 from raydist.run import telemetry_schema
 from tests.nvml import FakeGpu, FakeNvml
 
@@ -42,7 +42,7 @@ def watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     def make(*gpus: FakeGpu) -> NodeMonitor:
         monkeypatch.setattr(node_monitor, "Gpus", lambda: Gpus(FakeNvml(*gpus)))
         sent: list[dict[str, Any]] = []
-        monitor = SimpleNamespace(observe=SimpleNamespace(remote=sent.extend), sent=sent)
+        monitor = SimpleNamespace(observe=SimpleNamespace(remote=lambda rows, at: sent.extend(rows)), sent=sent)
         agent = NodeMonitor(str(tmp_path), "127.0.0.1", monitor, 3600.0, str(tmp_path))
         made.append(agent)
         agent.note()
@@ -65,7 +65,7 @@ def test_rows_of_a_node(
     first, second = (process.pid for process in processes)
     for rank, pid, more in ((0, first, {"rss_bytes": None}), (1, second, {"rss_bytes": 5, "gpu_uuid": B})):
         Mailbox(str(tmp_path), "127.0.0.1", rank).write(
-            {"at": 1.5, "rank": rank, "attempt": 2, "step": 3, "pid": pid, **more}
+            {"monotonic": time.monotonic() - 100, "rank": rank, "attempt": 2, "step": 3, "pid": pid, **more}
         )
     agent = watching(FakeGpu(uuid=A, processes={first: 700, 42: 30}), FakeGpu(uuid=B, processes={second: 900}))
     rows: list[dict[str, Any]] = agent._monitor.sent
@@ -75,7 +75,8 @@ def test_rows_of_a_node(
     assert (gpu0["rank"], gpu0["gpu_process_bytes"], gpu0["gpu_other_bytes"]) == (0, 700, 30)
     assert (gpu1["rank"], gpu1["gpu_process_bytes"], gpu1["gpu_other_bytes"]) == (1, 900, 0)
     assert (rank0["gpu"], rank0["gpu_process_bytes"], rank1["gpu"], rank1["gpu_process_bytes"]) == (0, 700, 1, 900)
-    assert (rank0["at"], rank0["attempt"], rank0["step"]) == (1.5, 2, 3)
+    assert (rank0["attempt"], rank0["step"]) == (2, 3)
+    assert 100 <= of_node["at"] - rank0["at"] < 160, "by the node's clock, whatever the rank's says"
     assert rank0["rss_bytes"] > 100_000
     assert rank1["rss_bytes"] == 5  # written by the rank itself
     assert rank0["cpu_seconds"] >= 0
@@ -85,12 +86,42 @@ def test_rows_of_a_node(
     assert pa.Table.from_pylist(rows, telemetry_schema.SCHEMA).num_rows == 5
 
 
+def test_readings_of_a_fault() -> None:
+    """Of a rank, its node and its GPU: a total grows by them, another column has them. A rank without a GPU gets one with what was
+    asked for alone; columns of whole numbers stay so."""
+    who = {"at": 1.0, "host": "h", "node": "n"}
+    rows: list[dict[str, Any]] = [
+        {**who, "kind": "node", "nic_out_bytes": 70},
+        {**who, "kind": "gpu", "gpu": 3, "rank": 0, "gpu_pcie_width": 16, "gpu_ecc_errors": 1},
+        {**who, "kind": "rank", "rank": 0, "gpu": 3, "inactive_bytes": 5},
+        {**who, "kind": "rank", "rank": 1},
+    ]
+    asked = {
+        "nic_out_bytes": 30.6,
+        "gpu_pcie_width": 4.0,
+        "gpu_ecc_errors": 2.0,
+        "inactive_bytes": 9.0,
+        "rdma_out_bytes": 1.0,
+    }
+    inject(rows, 0, 3, asked, who)
+    inject(rows, 1, 1, {"gpu_throttle": "thermal"}, who)
+    inject(rows, 2, 2, {"major_faults_count": 7.0}, who)  # a rank without a new row
+    assert rows == [
+        {**who, "kind": "node", "nic_out_bytes": 100, "rdma_out_bytes": 1},
+        {**who, "kind": "gpu", "gpu": 3, "rank": 0, "gpu_pcie_width": 4, "gpu_ecc_errors": 3},
+        {**who, "kind": "rank", "rank": 0, "gpu": 3, "inactive_bytes": 9},
+        {**who, "kind": "rank", "rank": 1, "gpu": 1},
+        {**who, "kind": "gpu", "gpu": 1, "rank": 1, "gpu_throttle": "thermal"},
+    ]
+    assert pa.Table.from_pylist(rows, telemetry_schema.SCHEMA).num_rows == 5
+
+
 def test_only_what_is_new_of_ranks_that_live(
     tmp_path: Path, watching: Callable[..., NodeMonitor], processes: list[subprocess.Popen[bytes]]
 ) -> None:
     """A rank without a new reading, or whose process has exited, has no row; a rank of the next attempt has one."""
     ranks = [Mailbox(str(tmp_path), "127.0.0.1", rank) for rank in (0, 1)]
-    row = {"at": 1.0, "attempt": 1, "step": 1}
+    row = {"monotonic": 1.0, "attempt": 1, "step": 1}
     for rank, process in enumerate(processes):
         ranks[rank].write({**row, "rank": rank, "pid": process.pid})
     agent = watching()
@@ -98,9 +129,9 @@ def test_only_what_is_new_of_ranks_that_live(
     assert of(agent.read(), "rank") == []
     processes[0].communicate()
     for rank, process in enumerate(processes):
-        ranks[rank].write({**row, "at": 2.0, "rank": rank, "pid": process.pid})
+        ranks[rank].write({**row, "monotonic": 2.0, "rank": rank, "pid": process.pid})
     assert [r["rank"] for r in of(agent.read(), "rank")] == [1]
-    ranks[1].write({**row, "at": 2.0, "attempt": 2, "rank": 1, "pid": processes[1].pid})
+    ranks[1].write({**row, "monotonic": 2.0, "attempt": 2, "rank": 1, "pid": processes[1].pid})
     assert [r["attempt"] for r in of(agent.read(), "rank")] == [2]
     agent.close()
     assert not mailbox.folder(str(tmp_path)).exists()
@@ -138,7 +169,7 @@ def test_a_driver_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(node_monitor, "Gpus", hang)
     monkeypatch.setattr(node_monitor, "_FIRST_S", 0.0)
     monkeypatch.setattr(node_monitor, "_CLOSE_S", 0.0)
-    monitor = SimpleNamespace(observe=SimpleNamespace(remote=lambda rows: None))
+    monitor = SimpleNamespace(observe=SimpleNamespace(remote=lambda rows, at: None))
     agent = NodeMonitor(str(tmp_path), "127.0.0.1", monitor, 3600.0, str(tmp_path))
     assert asked.wait(240)
     assert "has not answered" in (agent.note() or "")

@@ -15,8 +15,9 @@ from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event
 from raydist.run import requests
 from raydist.run.directory import METRICS, STATE, TENSORBOARD, RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.log import read_events, read_steps
-from raydist.run.status import last_word, read_state, this_process
+from raydist.run.status import last_word, read_state
 from raydist.run.telemetry_log import read_samples
 
 Rows = Callable[..., list[dict[str, Any]]]

@@ -16,8 +16,8 @@ from raydist.observe.run_monitor import RunMonitor
 from raydist.observe.write_ahead_log import WriteAheadLog
 from raydist.records import Event
 from raydist.run.directory import RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.log import read_events, read_steps
-from raydist.run.status import this_process
 
 Rows = Callable[..., list[dict[str, Any]]]
 

@@ -20,10 +20,13 @@ import torch
 
 import raydist
 import raydist.own as rd
-from raydist.errors import GraphMismatch, SpecChanged, UsageError, UserError
+from raydist.diagnosis import examine
+from raydist.errors import GraphMismatch, NonFinite, SpecChanged, UsageError, UserError
 from raydist.ipc import RENDEZVOUS_SECRET
 from raydist.own.launcher import translate
 from raydist.own.state import from_json, to_json
+from raydist.run.directory import RunDir
+from raydist.run.log import read_events, read_steps
 from tests.own import loops_of_a_user as user
 
 SECRET = "of these ranks"
@@ -296,6 +299,44 @@ def test_what_is_left_of_a_loop_that_was_changed_is_one_clear_error(tmp_path: Pa
             optimizer.zero_grad()
             s.backward(model(x.float()[:, None]).mean())
             s.step()
+
+
+def test_the_doctor_judges_the_users_loop(tmp_path: Path) -> None:
+    """The recorded norm is that before the script's clip_grad_norm_, which a note names. A learning rate that is too high is found
+    in the steps and in the event of a loss that is not finite, with a remedy of the script's own."""
+
+    def loop(name: str, lr: float, steps: int, clips: bool = False, data: Any = None) -> RunDir:
+        model = torch.nn.Linear(1, 1)
+        for p in model.parameters():
+            torch.nn.init.ones_(p)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        data = torch.arange(8.0) if data is None else data
+        with rd.session(model, optimizer, data, steps=steps, batch=4, name=name, storage=str(tmp_path)) as s:
+            for x in s:
+                s.backward(model(x[:, None]).square().mean(), weight=len(x))
+                if clips:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                s.step()
+        return RunDir(tmp_path / name)
+
+    plain, clipped = loop("plain", 0.0, 3), loop("clipped", 0.0, 3, clips=True)
+    norms = [read_steps(run)["grad_norm"].to_pylist() for run in (plain, clipped)]
+    assert norms[0] == norms[1]
+    assert norms[0][0] > 1
+    notes = [[e.data["text"] for e in read_events(run) if e.kind == "note"] for run in (plain, clipped)]
+    assert [sum("clip_grad_norm_" in text for text in of_run) for of_run in notes] == [0, 1]
+    with pytest.raises(NonFinite, match="the update was not applied"):
+        loop("diverges", 0.09, 2000)
+    with pytest.raises(NonFinite, match=r"step 1: loss nan, .* the update was not applied"):
+        loop("poisoned", 0.0, 3, data=torch.full((8,), float("nan")))
+    run = RunDir(tmp_path / "diverges")
+    told = [e.data for one in (run, RunDir(tmp_path / "poisoned")) for e in read_events(one) if e.kind == "non_finite"]
+    assert [(e["action"], len(e["ids"])) for e in told] == [("stop", 4)] * 2
+    assert [one["rank"] for one in told[1]["ranks"]] == [0]
+    found = [one.finding for one in examine(run).found]
+    assert {one.rule for one in found} == {"lr_too_high"}
+    assert all(one.remedy.startswith("lower the optimizer's lr to 0.03; continue from") for one in found)
+    assert {one.culprit["setting"] for one in found} == {"the optimizer's lr"}
 
 
 def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 
 from raydist.records import Event, Finding, StepRecord
 from raydist.run.directory import SPEC, RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.log_writer import RunLog
-from raydist.run.status import this_process, write_state
+from raydist.run.status import write_state
 from raydist.run.telemetry_log import TelemetryLog
 
 T = 1_700_000_000.0

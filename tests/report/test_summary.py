@@ -15,8 +15,8 @@ from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, StepRecord
 from raydist.report import summary
 from raydist.run.directory import SPEC, STATE, RunDir, manifest_name
+from raydist.run.driver_process import this_process
 from raydist.run.log_writer import RunLog
-from raydist.run.status import this_process
 from tests.report.conftest import STARTUP
 
 Trained = Callable[..., tuple[RunDir, RunMonitor]]

@@ -21,8 +21,8 @@ from raydist.conditional_writes import Creator
 from raydist.errors import Fenced, UsageError
 from raydist.run import lease as leases
 from raydist.run.directory import RunDir, begin_attempt, fenced, resume_attempt, start_anew
+from raydist.run.driver_process import LOST_AFTER_S, this_process
 from raydist.run.lease import DriverLease, ask_stop, driven_since, newest_driver
-from raydist.run.status import LOST_AFTER_S, this_process
 
 TAKE = """
 import sys

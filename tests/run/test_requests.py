@@ -15,8 +15,9 @@ from raydist.errors import SaveFailed
 from raydist.records import Event
 from raydist.run import requests
 from raydist.run.directory import REQUESTS, SPEC, RunDir
+from raydist.run.driver_process import this_process
 from raydist.run.log import json_line
-from raydist.run.status import this_process, write_state
+from raydist.run.status import write_state
 
 
 def test_requests_come_in_order_and_go(tmp_path: Path) -> None:

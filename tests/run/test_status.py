@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from raydist.errors import StorageError
 from raydist.run.directory import SPEC, STATE, RunDir
-from raydist.run.status import LOST_AFTER_S, last_word, read_state, this_process, write_state
+from raydist.run.driver_process import LOST_AFTER_S, this_process
+from raydist.run.lease import DriverLease
+from raydist.run.status import last_word, read_state, write_state
 
 
 @pytest.fixture
@@ -65,6 +68,28 @@ def test_before_the_first_word(run: RunDir) -> None:
     assert read_state(run) == {"status": "running"}
     assert read_state(run, now=time.time() + LOST_AFTER_S + 5) == {"status": "lost"}
     assert last_word(run) is None
+
+
+def test_without_a_record_the_lease_tells(tmp_path: Path) -> None:
+    """A driver that starts for longer than 30 s has not written a record: its run is running, the first time and when it resumes
+    one that was lost. If it ends before its first record, by a signal or an error, the run is interrupted or stopped, at once."""
+    for number, before in enumerate((None, state(driver=this_process(2**22 + 1), step=7))):
+        run = RunDir(tmp_path / str(number))
+        run.storage.write(SPEC, b"name: x\n")
+        os.utime(tmp_path / str(number) / SPEC, (1.0, 1.0))
+        if before is not None:
+            write_state(run, before)
+        assert read_state(run)["status"] == "lost"
+        for error, status in (
+            (KeyboardInterrupt(), "interrupted"),
+            (typer.Exit(143), "interrupted"),
+            (OSError(), "stopped"),
+        ):
+            with pytest.raises(type(error)), DriverLease(run):
+                assert read_state(run)["status"] == "running"
+                assert read_state(run).get("step") == (before or {}).get("step")
+                raise error
+            assert read_state(run)["status"] == status
 
 
 def test_state_is_strict_json_and_damage_is_told(run: RunDir) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import raydist
 from raydist.cli.main import app
 from raydist.data.dataset import TokenDataset
 from raydist.errors import DataError, QuantizationRefused, UsageError, UserError
@@ -158,7 +159,8 @@ def called(*words: str) -> Any:
 
 
 def test_the_commands(tmp_path: Path, datasets: dict[str, TokenDataset]) -> None:
-    """export prints what changed; sample and evaluate read the folder; its files have the permissions of others."""
+    """export prints what changed; sample and evaluate, also from Python, read the folder; its files have the permissions of
+    others."""
     run, dataset = RunDir(tmp_path / "run"), datasets["bytes"]
     trained(run, job(dataset, **GPT), dataset)
     out = str(tmp_path / "int8")
@@ -172,6 +174,7 @@ def test_the_commands(tmp_path: Path, datasets: dict[str, TokenDataset]) -> None
     assert {stat.S_IMODE(p.stat().st_mode) for p in Path(out).iterdir()} == {0o640}
     again = called("evaluate", out, "--data", dataset.uri, "--json", "--batches", "2", "--sequences", "3")
     found = json.loads(again)
+    assert raydist.evaluate(out, dataset.uri, batches=2, sequences=3)["loss"] == pytest.approx(found["loss"], rel=1e-6)
     right = evaluate_folder(open_folder(Path(out)), dataset, 2, 3)
     assert (found["loss"], found["tokens"]) == (pytest.approx(right.loss, rel=1e-6), right.tokens)
     text = called("sample", out, "--prompt", "number", "--tokens", "5", "--temperature", "0")

@@ -18,6 +18,7 @@ from raydist import faults
 from raydist.cluster.leave import drain
 from raydist.cluster.run.monitor_client import MonitorClient
 from raydist.errors import StorageError
+from raydist.faults import clock
 from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events
@@ -74,7 +75,7 @@ class DriverInjector:
         elif note["fault"] == "driver_clock_jump":
             ahead = float(note["asked"]["seconds"])
             ray.get(self._monitor.actor.__ray_call__.remote(_jump, ahead), timeout=_ANSWER_S)
-            _jump(None, ahead)
+            clock.jump(ahead)
         elif note["fault"] == "drain":
             drain(self._address, note["node_ip"], float(note["asked"]["deadline_s"]), "an injected fault")
 
@@ -95,6 +96,5 @@ class DriverInjector:
 
 
 def _jump(actor: object, seconds: float) -> None:
-    """Of this process; `actor`: the one that it is called in, if any."""
-    now = time.time
-    time.time = lambda: now() + seconds
+    """In the process of that actor."""
+    clock.jump(seconds)

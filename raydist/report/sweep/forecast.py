@@ -56,7 +56,7 @@ class Place:
 
 
 EstimateSpeed = Callable[[JobSpec], Pace | str]
-"""The estimated pace of a job, or why there is no estimate: `raydist.cli.speed.SpeedEstimator`."""
+"""The estimated pace of a job, or why there is no estimate: `raydist.api.speed.SpeedEstimator`."""
 
 
 def kind(job: JobSpec) -> str:

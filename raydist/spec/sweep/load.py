@@ -6,11 +6,10 @@ Runs anywhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from raydist.errors import SpecError
-from raydist.spec.load import Layer, overriding, read_layers, read_yaml, resolve
+from raydist.spec.load import Layer, Overrides, overriding, read_layers, read_yaml, resolve
 from raydist.spec.sweep.cells import Sweep
 from raydist.spec.sweep.equal import DECIDES
 from raydist.spec.sweep.models import SweepSpec
@@ -21,8 +20,8 @@ LIVE = ("optim.lr", "optim.weight_decay", "optim.betas", "optim.eps", "optim.mom
 """Fields whose change leaves a checkpoint usable, and so what pbt can explore."""
 
 
-def load_sweep(path: str | Path, overrides: Sequence[str] = (), name: str | None = None) -> Sweep:
-    """The sweep of a YAML file. `overrides` are `field=value` for the base job, as `raydist train --set` takes them.
+def load_sweep(path: str | Path, overrides: Overrides = (), name: str | None = None) -> Sweep:
+    """The sweep of a YAML file. `overrides`: of the base job.
 
     `name` beats that of the file. Raises SpecError with all that is wrong with the file and the base, one line each; what is wrong
     with single cells is recorded in them (`Sweep.cells`, and `check` raises it).

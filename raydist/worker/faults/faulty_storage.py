@@ -18,8 +18,15 @@ from typing import Any
 from raydist import faults
 from raydist.storage import Sink, Storage
 
-_ERRNO = {"disk_full": errno.ENOSPC, "read_only": errno.EROFS, "storage_gone": errno.EIO, "stale_storage": errno.ESTALE}
-_OPERATIONS = {"disk_full": {"write"}, "read_only": {"write", "delete"}, "slow_disk": {"write"}}
+_ERRORS = {
+    "no_inodes": OSError(errno.ENOSPC, ""),
+    "read_only": OSError(errno.EROFS, ""),
+    "storage_gone": OSError(errno.EIO, ""),
+    "stale_storage": OSError(errno.ESTALE, ""),
+    "busy_storage": OSError("503 Slow Down"),
+}
+_IN_A_FILE = {"disk_full": errno.ENOSPC, "cut_upload": errno.EPIPE}
+_ONLY_WRITES = {"disk_full", "cut_upload", "no_inodes", "slow_disk", "read_only"}
 
 
 @dataclass(slots=True)
@@ -50,7 +57,9 @@ class Illness:
             now = time.monotonic()
             self._active = [f for f in self._active if f.left != 0 and (f.until is None or now < f.until)]
             for active in self._active:
-                if operation in _OPERATIONS.get(active.fault.fault, {operation}):
+                kind = active.fault.fault
+                spared = operation == "read" or (operation == "delete" and kind != "read_only")
+                if kind not in _ONLY_WRITES or not spared:
                     active.left = None if active.left is None else active.left - 1
                     return active.fault
         return None
@@ -70,7 +79,7 @@ class _FaultyStorage(Storage):
         self._ill = ill
 
     def _meet(self, operation: str, name: str) -> faults.StorageFault | None:
-        """Raises StorageError, or sleeps. Returns a full disk, because that error occurs in the middle of a file."""
+        """Raises StorageError, or sleeps. Returns a fault whose error occurs in the middle of a file."""
         fault = self._ill.met(operation)
         if isinstance(fault, faults.SlowStorage):
             time.sleep(fault.delay)
@@ -81,22 +90,23 @@ class _FaultyStorage(Storage):
                 raise self._failed(
                     operation, name, FileNotFoundError("its run's folder is gone; is its file system mounted?")
                 )
-        elif fault is not None and not isinstance(fault, faults.DiskFull | faults.SlowDisk):
-            raise self._failed(operation, name, OSError(_ERRNO[fault.fault], ""))
+        elif fault is not None and fault.fault in _ERRORS:
+            raise self._failed(operation, name, _ERRORS[fault.fault])
         return fault
 
     @contextmanager
     def create(self, name: str, check: Callable[[], object] | None = None) -> Iterator[Sink]:
         fault = self._meet("write", name)
         with super().create(name, check) as sink:
-            if isinstance(fault, faults.DiskFull):
-                yield _FullDisk(sink)
+            if fault is not None and fault.fault in _IN_A_FILE:
+                yield _CutShort(sink, _IN_A_FILE[fault.fault])
             else:
                 yield _SlowDisk(sink, fault.bytes_per_s) if isinstance(fault, faults.SlowDisk) else sink
 
     def write_new(self, name: str, data: bytes) -> bool:
-        if isinstance(self._meet("write", name), faults.DiskFull):
-            raise self._failed("write", name, OSError(errno.ENOSPC, ""))
+        fault = self._meet("write", name)
+        if fault is not None and fault.fault in _IN_A_FILE:
+            raise self._failed("write", name, OSError(_IN_A_FILE[fault.fault], ""))
         return super().write_new(name, data)
 
     def appendable(self, name: str) -> Path:
@@ -133,15 +143,15 @@ class _FaultyStorage(Storage):
             super().delete_empty(folder)
 
 
-class _FullDisk:
-    """Writes half of the first data, then fails: no space left."""
+class _CutShort:
+    """Writes half of the first data, then fails with that error."""
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+    def __init__(self, sink: Sink, number: int) -> None:
+        self._sink, self._number = sink, number
 
     def write(self, data: bytes | memoryview, /) -> int:
         self._sink.write(memoryview(data)[: len(data) // 2])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(self._number, os.strerror(self._number))
 
 
 class _SlowDisk:

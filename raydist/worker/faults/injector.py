@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from raydist import faults
 from raydist.checkpoint import manifest, memory_layout
 from raydist.data.batches import Batches, StepBatch
-from raydist.faults import Fault
+from raydist.faults import Fault, clock
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.run.directory import CHECKPOINTS, RunDir
 from raydist.worker.comm import json_gather
@@ -36,6 +36,7 @@ from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.faults import InjectedError, host_pressure, links, numbers, run_processes
 from raydist.worker.faults.faulty_storage import Illness, ill_storage
+from raydist.worker.faults.readings import Readings
 
 _WAIT_S = 60.0
 """The time to wait for the driver to inject a fault, and for the commit of a checkpoint to damage."""
@@ -46,7 +47,7 @@ _FEW, _SLOTS = 8, 2
 
 class Injector:
     """The faults of one rank in one attempt, whose loop calls these methods. `requested`: the faults of the run, as plain values.
-    `memory`: the folder of the node's memory store.
+    `memory`: the folder of the node's memory store. `agent(what, **data)`: calls the rank's agent.
 
     If the rank has a storage fault, replaces `run.storage` by one that can fail.
     """
@@ -58,6 +59,7 @@ class Injector:
         rank: Rank,
         attempt: int,
         memory: str | None = None,
+        agent: Callable[..., object] | None = None,
     ) -> None:
         every = faults.parse(requested)
         self._due = [
@@ -66,12 +68,15 @@ class Injector:
             if fault.rank in (None, rank.rank) or isinstance(fault, faults.SkipCollective)
         ]
         self._run, self._rank, self._attempt, self._memory = RunDir(run.storage), rank, attempt, memory
+        self._agent = agent
         self._passed: set[str] = set()
         self._model: nn.Module | None = None
         self._numbers = numbers.Numbers()
-        self._slow: list[tuple[int, float]] = []
-        """(last step, seconds) of slow ranks."""
-        self._slept = 0
+        self._slow: list[tuple[int, float, str]] = []
+        """(last step, seconds, phase) of slow ranks."""
+        self._entered: tuple[int, set[str]] = (0, set())
+        """A step, and its phases so far."""
+        self.readings = Readings()
         self._lasting: threading.Thread | None = None
         """Ends with the lack of descriptors or processes, in which no note can be written."""
         self._slow_data: list[tuple[int, float]] = []
@@ -92,6 +97,10 @@ class Injector:
         """Registers the model, for faults in its numbers."""
         self._model = model
         self._numbers.attach(model, [fault for _, fault in self._due])
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Registers the optimizer, for faults in its updates."""
+        self._numbers.attach_optimizer(optimizer, [fault for _, fault in self._due])
 
     def data(self, batches: Batches, made: Callable[[StepBatch], StepBatch]) -> Callable[[StepBatch], StepBatch]:
         """Wraps `made`, which the loader's thread calls, with faults: it may sleep, or block forever."""
@@ -114,6 +123,8 @@ class Injector:
     def _reached(self, step: int, phase: str) -> None:
         if phase == "data":
             self._numbers.step(step)
+        if step != self._entered[0]:
+            self._entered = step, set()
         for name, fault in self._due:
             here = fault.step == step and fault.at == phase and name not in self._passed
             if here and not isinstance(fault, faults.SlowData | faults.StuckData):
@@ -122,9 +133,12 @@ class Injector:
                     self._skip(name, fault)
                 elif (note := self._claim(name, fault)) is not None:
                     self._do(fault, note)
-        if phase == "forward" and self._slept != step:
-            self._slept = step
-            time.sleep(sum(seconds for last, seconds in self._slow if step <= last))
+        if phase in self._entered[1]:
+            return
+        self._entered[1].add(phase)
+        if slow := sum(seconds for last, seconds, at in self._slow if step <= last and phase == at):
+            time.sleep(slow)
+        if phase == "forward":
             self._garbage = [one for one in self._garbage if step <= one[0]]
             if self._garbage:
                 gc.collect()
@@ -207,17 +221,23 @@ class Injector:
                 links.slow(lasting, rate)
             case faults.OneWayCut(seconds=lasting):
                 links.deaf(lasting)
+            case faults.ClockJump(process="agent", seconds=ahead):
+                if self._agent is None:
+                    raise InjectedError("clock_jump: process: this rank has no agent")
+                self._agent("clock", seconds=ahead)
             case faults.ClockJump(seconds=ahead):
-                _jump(ahead)
-            case faults.BadNumber(steps=steps) | faults.ExpertImbalance(steps=steps):
-                self._numbers.begin(fault, fault.step + steps - 1)
+                clock.jump(ahead)
+            case faults.BadNumber() | faults.ExpertImbalance() | faults.ScaleGradient() | faults.LearningRate():
+                self._numbers.begin(fault, fault.step + fault.steps - 1)
             case faults.LossSpike():
                 self._numbers.begin(fault, fault.step)
-            case faults.FlipBit(parameter=parameter, bit=bit):
+            case faults.FlipBit():
                 assert self._model is not None, "attach() comes first"
-                numbers.flip(self._model, parameter, bit)
+                numbers.flip(self._model, fault)
             case faults.SlowRank(seconds=slow, steps=steps):
-                self._slow.append((fault.step + steps - 1, slow))
+                self._slow.append((fault.step + steps - 1, slow, fault.phase))
+            case faults.Reading():
+                self.readings.begin(fault)
             case faults.DamageCheckpoint():
                 self._damage(fault)
             case faults.DamageMessage():
@@ -362,11 +382,6 @@ def _open_all(seconds: float) -> threading.Thread:
             held.append(os.open("/dev/null", os.O_RDONLY))
     full.set()
     return closer
-
-
-def _jump(seconds: float) -> None:
-    now = time.time
-    time.time = lambda: now() + seconds
 
 
 def _damage_message() -> None:

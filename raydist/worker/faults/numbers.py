@@ -1,4 +1,5 @@
-"""Faults in the model's numbers: bad or far too large ones in its passes, routers that prefer some experts, a bit that flips.
+"""Faults in the model's numbers: bad or far too large ones in its passes and updates, routers that prefer some experts, a bit that
+flips.
 
 Runs in: a rank of a run with faults. Torch, never ray.
 """
@@ -6,10 +7,12 @@ Runs in: a rank of a run with faults. Torch, never ray.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from raydist import faults, registry
 from raydist.faults import Fault
@@ -28,6 +31,9 @@ class Numbers:
         self._last = 0
         self._bias: Tensor | None = None
         """Of the router that runs now."""
+        self._scales: RemovableHandle | None = None
+        self._rates: list[float] = []
+        """The optimizer's own, in its update."""
 
     def attach(self, model: nn.Module, due: Sequence[Fault]) -> None:
         """Registers hooks, if any of the faults needs them."""
@@ -37,6 +43,20 @@ class Numbers:
             for _, layer in layers_of(model):
                 layer.router.register_forward_pre_hook(self._prefer)
                 layer.router.register_forward_hook(self._restore)
+        for fault in due:
+            if isinstance(fault, faults.ScaleGradient):
+                chosen = _named(model, fault)
+                each = (
+                    (m, leaf) for m in model.modules() for leaf, p in m.named_parameters(recurse=False) if p is chosen
+                )
+                owner, name = next(each)
+                owner.register_forward_pre_hook(partial(self._scale, fault, name))
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, due: Sequence[Fault]) -> None:
+        """As `attach`."""
+        if any(isinstance(fault, faults.LearningRate) for fault in due):
+            optimizer.register_step_pre_hook(self._raise_rates)
+            optimizer.register_step_post_hook(self._restore_rates)
 
     def begin(self, fault: Fault, last: int) -> None:
         """It lasts until this step, and replaces an earlier one."""
@@ -73,16 +93,41 @@ class Numbers:
         """And after it."""
         router.bias = self._bias  # type: ignore[assignment]
 
+    def _scale(self, fault: faults.ScaleGradient, leaf: str, module: nn.Module, arguments: Any) -> None:
+        """Before a pass of the module: the parameter that this pass uses, which under zero3 is another one than between passes."""
+        parameter = getattr(module, leaf)
+        if self._scales is not None:
+            self._scales.remove()
+        self._scales = None
+        if self._fault is fault and parameter.requires_grad:
+            self._scales = parameter.register_hook(lambda gradient: gradient * fault.factor)
 
-def flip(model: nn.Module, parameter: str | None, bit: int) -> None:
-    """Flips that bit in the first four bytes that this rank holds of a parameter; None: the first one."""
-    named = {plain_name(name): p for name, p in model.named_parameters()}
-    name = parameter or next(iter(named))
-    if name not in named:
-        raise InjectedError(
-            f"flip_bit: parameter: {name!r} is not in the model; {registry.did_you_mean(name, list(named))}"
-        )
-    local = named[name].data  # autograd does not see this change, as it would not see one in faulty memory
+    def _raise_rates(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        """Before an update."""
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        if isinstance(self._fault, faults.LearningRate):
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self._fault.factor
+
+    def _restore_rates(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        """And after it."""
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+
+
+def flip(model: nn.Module, fault: faults.FlipBit) -> None:
+    """Flips that bit in the first four bytes that this rank holds of a parameter."""
+    local = _named(model, fault).data  # autograd does not see this change, as it would not see one in faulty memory
     local = local.to_local() if hasattr(local, "to_local") else local
     with torch.no_grad():
-        local.view(-1)[:1].view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+        local.view(-1)[:1].view(torch.uint8)[fault.bit // 8] ^= 1 << fault.bit % 8
+
+
+def _named(model: nn.Module, fault: faults.FlipBit | faults.ScaleGradient) -> nn.Parameter:
+    """The fault's parameter, or the first one. Raises InjectedError."""
+    named = {plain_name(name): p for name, p in model.named_parameters()}
+    name = fault.parameter or next(iter(named))
+    if name not in named:
+        remedy = registry.did_you_mean(name, list(named))
+        raise InjectedError(f"{fault.fault}: parameter: {name!r} is not in the model; {remedy}")
+    return named[name]

@@ -32,7 +32,8 @@ class Startup:
         tell: Callable[[str], None] = lambda stage: None,
     ) -> None:
         self._incident, self._before, self._tell = incident, before, tell
-        self._last = time.time() if begun is None else begun
+        self._offset = time.time() - time.monotonic()  # kept: this host's clock may jump
+        self._last = self._now() if begun is None else begun
         self._stages: dict[str, float] = {}
         self.doing = ""
         """`build` while the model is imported, built and wrapped; `first_step` during the first step; else empty."""
@@ -44,7 +45,7 @@ class Startup:
 
     def done(self, stage: str) -> None:
         """`stage` is complete: it began when the one before it was."""
-        now = time.time()
+        now = self._now()
         self._stages[stage] = now - self._last
         self._last = now
         following = _ORDER[_ORDER.index(stage) + 1 :]
@@ -52,9 +53,14 @@ class Startup:
             self._tell(following[0])
         self.doing = _AFTER.get(stage, "")
 
-    def first_step_data(self, resumed: int) -> dict[str, Any]:
-        """The data of the event `first_step`: seconds in total and by stage, and repeated steps after step `resumed`."""
+    def _now(self) -> float:
+        return time.monotonic() + self._offset
+
+    def first_step_data(self, resumed: int, steps_per_epoch: int = 0) -> dict[str, Any]:
+        """The data of the event `first_step`: seconds in total and by stage, and repeated steps after step `resumed`.
+        `steps_per_epoch`: 0 if it is not known."""
         seconds = {stage: round(max(s, 0.0), 3) for stage, s in self._stages.items()}
         repeated = max(self._incident["last_step"] - resumed, 0) if self._incident else 0
         before = {"before": {stage: round(s, 3) for stage, s in self._before.items()}} if self._before else {}
-        return {"seconds": round(sum(seconds.values()), 3), "stages": seconds, "repeated_steps": repeated, **before}
+        data = {"seconds": round(sum(seconds.values()), 3), "stages": seconds, "repeated_steps": repeated}
+        return {**data, "steps_per_epoch": steps_per_epoch or None, **before}

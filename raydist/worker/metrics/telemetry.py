@@ -87,7 +87,7 @@ class Telemetry(StepHook):
     def row(self) -> dict[str, Any]:
         """The current row of this rank: columns of raydist.run.telemetry_schema, and those that its node's agent needs."""
         spent = self._heartbeat.seconds()
-        made: dict[str, Any] = {"at": time.time(), **self._who, "step": self._heartbeat.number}
+        made: dict[str, Any] = {"monotonic": time.monotonic(), **self._who, "step": self._heartbeat.number}
         made |= {f"{phase}_seconds": spent[phase] for phase in PHASES}
         made["gc_seconds"] = self._gc_seconds
         if self._clock is not None and self._clock.seconds is not None:

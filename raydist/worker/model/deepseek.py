@@ -104,8 +104,7 @@ check_tensor = check_ranks
 def check_context(spec: ModelSpec, tensor: int, context: int) -> None:
     """See the contract in __init__.py."""
     check_sequence_ranks(spec, tensor, context)
-    ahead = Options(**spec.options).num_nextn_predict_layers
-    if ahead:
+    if ahead := Options(**spec.options).num_nextn_predict_layers:
         raise problem("options.num_nextn_predict_layers", ahead,
                       "reads tokens of the rank after, which parallel.context does not send",
                       "set it to 0, or parallel.context: 1")  # fmt: skip

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from raydist.cli.place import Ground
+from raydist.cluster.place import Ground
 from raydist.errors import StorageError, UsageError
 from raydist.report.html.sweep import render
 from raydist.report.sweep import forecast, stats, tables

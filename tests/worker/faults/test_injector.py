@@ -28,7 +28,9 @@ from raydist.cgroups import cgroup
 from raydist.errors import StorageError
 from raydist.faults import (
     BadNumber,
+    BusyStorage,
     ClockJump,
+    CutUpload,
     DamageCopy,
     DiskFull,
     ExpertImbalance,
@@ -40,10 +42,13 @@ from raydist.faults import (
     KillNode,
     KillProcess,
     Leak,
+    LearningRate,
     NoDescriptors,
+    NoInodes,
     OneWayCut,
     Raise,
     ReadOnly,
+    ScaleGradient,
     SlowDisk,
     SlowNetwork,
     SlowRank,
@@ -136,12 +141,50 @@ def test_a_flipped_bit_is_one_bit(tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_sleeps_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once per step for `steps` steps, for any number of micro-batches."""
+    """Once per step for `steps` steps, for any number of micro-batches, or of batches of an evaluation."""
     slept: list[float] = []
-    _, heartbeat = injector(RunDir(tmp_path), SlowRank(rank=0, step=2, seconds=7.0, steps=3))
+    slow = [SlowRank(rank=0, step=2, seconds=7.0, steps=3), SlowRank(rank=0, step=3, seconds=5.0, phase="eval")]
+    _, heartbeat = injector(RunDir(tmp_path), *slow)
     monkeypatch.setattr("raydist.worker.faults.injector.time.sleep", slept.append)
     steps(heartbeat, 1, 6)
-    assert [s for s in slept if s] == [7.0] * 3
+    assert [s for s in slept if s] == [7.0, 7.0, 5.0, 7.0]
+
+
+def test_a_gradient_and_a_rate_are_multiplied_for_a_time(tmp_path: Path) -> None:
+    """That of one parameter, also over several passes; the optimizer has its own rate back after each update."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False))
+    for p in model.parameters():
+        nn.init.constant_(p, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    asked = [ScaleGradient(step=2, parameter="1.weight", factor=4.0, steps=2), LearningRate(step=4, factor=3.0)]
+    made, heartbeat = injector(RunDir(tmp_path), *asked)
+    made.attach(model)
+    made.attach_optimizer(optimizer)
+    found = []
+    for step in range(1, 6):
+        assert steps(heartbeat, step, step) == []
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            model(torch.ones(2)).sum().backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = [(was - p.detach()) / g for was, p, g in zip(before, model.parameters(), grads, strict=True)]
+        with torch.no_grad():
+            for p, was in zip(model.parameters(), before, strict=True):
+                p.copy_(was)
+        rates = {round(float(n), 3) for one in moved for n in one.flatten()}
+        found.append((grads, rates, optimizer.param_groups[0]["lr"]))
+    plain, *_, last = [[g.tolist() for g in grads] for grads, _, _ in found]
+    assert plain == last
+    for step, factor in ((2, 4.0), (3, 4.0), (4, 1.0)):
+        grads = found[step - 1][0]
+        assert [g.tolist() for g in grads[:2]] == plain[:2]
+        assert grads[2].tolist() == (factor * torch.tensor(plain[2])).tolist()
+    assert [(rates, lr) for _, rates, lr in found] == [({1.0}, 1.0)] * 3 + [({3.0}, 1.0), ({1.0}, 1.0)]
+    made, _ = injector(RunDir(tmp_path), ScaleGradient(step=1, parameter="1.weigth"))
+    with pytest.raises(InjectedError, match=r"scale_gradient: parameter: '1\.weigth'.*did you mean \"1\.weight\""):
+        made.attach(model)
 
 
 def refused(act: Callable[[], object]) -> str | None:
@@ -160,13 +203,16 @@ def refused(act: Callable[[], object]) -> str | None:
         (ReadOnly(step=2, operations=1), errno.EROFS, True, False, True),
         (StorageGone(step=2, operations=1), errno.EIO, True, True, True),
         (StaleStorage(step=2, operations=1), errno.ESTALE, True, True, True),
+        (NoInodes(step=2, operations=1), errno.ENOSPC, True, False, False),
+        (CutUpload(step=2, operations=1), errno.EPIPE, True, False, False),
+        (BusyStorage(step=2, operations=1), "503 Slow Down", True, True, True),
     ],
 )
 def test_storage_fails_as_it_would(
-    tmp_path: Path, fault: Fault, number: int, writes: bool, reads: bool, deletes: bool
+    tmp_path: Path, fault: Fault, number: int | str, writes: bool, reads: bool, deletes: bool
 ) -> None:
     """Nothing fails before its step; in it, the affected operations fail, as often as asked; a file is whole or absent."""
-    reason, data = os.strerror(number), b"x" * 100
+    reason, data = number if isinstance(number, str) else os.strerror(number), b"x" * 100
     acts: list[tuple[Callable[[RunDir], object], bool]] = [
         (lambda run: run.storage.write("a/b", data), writes),
         (lambda run: run.storage.write_new("a/c", data), writes),
@@ -176,8 +222,8 @@ def test_storage_fails_as_it_would(
         (lambda run: run.storage.open("there").close(), reads),
         (lambda run: run.storage.delete("gone"), deletes),
     ]
-    for number, (act, meant) in enumerate(acts):
-        run = RunDir(tmp_path / str(number))
+    for place, (act, meant) in enumerate(acts):
+        run = RunDir(tmp_path / str(place))
         run.storage.write("there", data)
         _, heartbeat = injector(run, fault)
         heartbeat.step(1)
@@ -333,7 +379,7 @@ def test_a_damaged_copy_has_another_hash(tmp_path: Path) -> None:
 
 
 def test_a_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unix time, of this process alone; the monotonic clock does not."""
+    """Unix time, of this process alone; the monotonic clock does not. Its agent's clock jumps in that process."""
     monkeypatch.setattr(time, "time", before := time.time)
     _, heartbeat = injector(RunDir(tmp_path), ClockJump(rank=0, step=1, seconds=-3600.0))
     heartbeat.step(1)
@@ -341,6 +387,23 @@ def test_a_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat.enter("forward")
     assert before() - 3700 < time.time() < before() - 3500
     assert time.monotonic() - now < 1800
+    fault = ClockJump(rank=0, step=1, seconds=60.0, process="agent")
+    asked: list[Any] = []
+    made = Injector(
+        [fault.model_dump(mode="json")],
+        RunDir(tmp_path),
+        alone(),
+        1,
+        agent=lambda what, **data: asked.append((what, data)),
+    )
+    heartbeat = made.watch(Heartbeat())
+    heartbeat.step(1)
+    heartbeat.enter("forward")
+    assert asked == [("clock", {"seconds": 60.0})]
+    _, heartbeat = injector(RunDir(tmp_path / "other"), fault)
+    heartbeat.step(1)
+    with pytest.raises(InjectedError, match="this rank has no agent"):
+        heartbeat.enter("forward")
 
 
 def test_a_suspended_process_goes_on(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def watched(rank: Rank, run_uri: str) -> Any:
 def test_the_newest_reading_is_on_the_mailbox(ranks: Any, tmp_path: Path) -> None:
     """Each rank has a row with known columns; counters grow; at the end no row is left."""
     for rank, ((first, second), left) in enumerate(ranks.run(watched, 2, str(tmp_path))):
-        assert {*first, *second} - {"pid"} <= COLUMNS.keys()
+        assert {*first, *second} - set(mailbox.PRIVATE) <= COLUMNS.keys()
         assert Path(f"/proc/{first['pid']}").exists()
         assert (second["kind"], second["rank"], second["attempt"], second["step"]) == ("rank", rank, 3, 2)
         assert second["all_reduce_bytes"] == 8000

@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from raydist.checkpoint import hub
+from raydist.cluster import preflight
 from raydist.data.batches import MASKED
 from raydist.errors import SpecError, UserError
 from raydist.planner.facts import Pass
@@ -215,7 +216,8 @@ def test_weights_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     save_pretrained(str(tmp_path / "hf"), 20)
     monkeypatch.chdir(tmp_path)
     spec = written(tmp_path, model={"options": {"weights": "hf"}})
-    there = hub.local(spec, "runs").model
+    placed = hub.local(spec, "runs")
+    there = placed.model
     assert there.options["weights"] == str(tmp_path / "hf")
     model = build(there, there.rows(VOCAB))
     from transformers import AutoModelForCausalLM
@@ -223,6 +225,11 @@ def test_weights_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     assert {n.removeprefix("inner."): t for n, t in model.state_dict().items()}.keys() == theirs.keys()
     assert all(torch.equal(model.inner.state_dict()[n], t) for n, t in theirs.items())
+    preflight.check_early(placed, local=True)
+    file = tmp_path / "hf/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(UserError, match="model.safetensors: cannot be read"):
+        preflight.check_early(placed, local=True)
     with pytest.raises(UserError, match=r"vocab_size of the config: 20: the tokenizer of the data has 21 ids"):
         there.rows(21)
 

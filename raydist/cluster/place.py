@@ -1,6 +1,6 @@
-"""The nodes that a sweep will use, for `raydist sweep FILE --dry-run`: their resources, and how many cells train at once.
+"""The cluster that a command means, and the nodes that a sweep will use there: their resources, how many cells train at once.
 
-Runs in: the user's shell. Imports ray inside functions.
+Runs in: the driver. Imports ray inside functions.
 """
 
 from __future__ import annotations

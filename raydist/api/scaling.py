@@ -1,6 +1,6 @@
 """`raydist plan --scaling`: a job's forecast on 8 to 1,024 GPUs, as plain values.
 
-Runs in: the user's shell. Imports torch inside functions.
+Runs in: the process of the command, or one of its own. Imports torch inside functions.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from raydist.cli import speed
+from raydist.api import speed
 from raydist.errors import UsageError
 from raydist.planner import estimate, shares
 from raydist.planner.facts import Machine

@@ -1,6 +1,6 @@
 """Estimated speed of a job before it is trained, for `raydist plan` and `raydist sweep --dry-run`.
 
-Runs in: the user's shell. Imports torch and ray inside functions.
+Runs in: the process of the command, or one of its own. Imports torch and ray inside functions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def add(
     device: Device | str,
     planner: Planner,
 ) -> None:
-    """Adds `speed`, for the job and for each strategy, to a result of `raydist.cli.plan.tell`.
+    """Adds `speed`, for the job and for each strategy, to a result of `raydist.api.planning.tell`.
 
     `device`: the GPU, or the reason why there is no estimate.
     """

@@ -1,0 +1,75 @@
+"""What is around a command, and around a call of the Python API in a process of its own: imports, errors, the exit code.
+
+Runs in: that process. Must stay light: `raydist --help` imports it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+
+import raydist
+from raydist import registry
+from raydist.api import crash
+from raydist.cluster.head_monitor import leave
+from raydist.errors import RaydistError, StorageError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of a write to stdout if that is a file: disk full, quota exceeded, I/O error."""
+
+
+def run(
+    body: Callable[[], object],
+    *,
+    tell: Callable[[RaydistError], None] = lambda error: None,
+    trusted: bool = True,
+    started: bool = True,
+) -> None:
+    """Runs `body`, and exits with its code. A RaydistError is printed as one message on stderr, and given to `tell`.
+
+    `trusted`: whether the user's own code may run. `started`: whether `body` starts something that storage may stop later.
+    """
+    try:
+        _set_imports(trusted)
+    except FileNotFoundError:
+        print("raydist: the working directory no longer exists\n  change to an existing one: cd", file=sys.stderr)
+        sys.exit(2)
+    try:
+        body()
+    except RaydistError as error:
+        print(f"raydist: {error}", file=sys.stderr)
+        tell(error)
+        leave(2 if isinstance(error, StorageError) and not started else error.exit_code)
+    except SystemExit as ended:
+        if isinstance(ended.code, int):
+            leave(ended.code)
+        raise
+    except KeyboardInterrupt:
+        print("raydist: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # `raydist runs | head`: the reader closed the pipe, so nothing more may be written to stdout.
+        sys.stdout = None
+        sys.exit(0)
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            leave(crash.report(error))
+        # The buffer cannot be written: without this, Python would report the error again at exit.
+        sys.stdout = None
+        print(f"raydist: stdout cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(3)
+    except Exception as error:
+        leave(crash.report(error))
+
+
+def _set_imports(trusted: bool) -> None:
+    """What trains or plans may import the user's modules from the working directory, after the installed packages."""
+    here = os.getcwd()
+    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
+    registry.trust(trusted)
+    if trusted or here == os.path.dirname(
+        raydist.__path__[0]
+    ):  # raydist itself may be imported from here, without being installed
+        sys.path.append(here)

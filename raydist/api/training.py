@@ -1,0 +1,236 @@
+"""Trains one job to its end, on a private Ray or on a cluster: what `raydist train` and the process of `raydist.train` do.
+
+Runs in: the driver. Imports ray inside functions; never torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raydist.errors import RunNotFound, UsageError, UserError
+from raydist.report.starting import Starting
+from raydist.run.directory import LOGS, SPEC, RunDir, check_name, default_storage, start_anew
+from raydist.storage import Storage
+
+if TYPE_CHECKING:
+    from raydist.cluster.session import Session
+    from raydist.data.dataset import TokenDataset
+    from raydist.faults import Fault
+    from raydist.run.lease import DriverLease
+    from raydist.spec import JobSpec
+    from raydist.spec.load import Job, Overrides
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the driver of a run ended: with exit code 0, or 130 or 143 if a signal interrupted it. A script has no `dataset`."""
+
+    run: RunDir
+    code: int
+    dataset: TokenDataset | None = None
+
+
+def call(**options: Any) -> int:
+    """`train` in a process of its own: the exit code."""
+    return train(**options).code
+
+
+def train(
+    spec: Job, *, set: Overrides | None, deepspeed: str | Path | None, name: str | None, storage: str | None, address: str | None,
+    resume: bool, fresh: bool, until: int | None, allow_spec_change: bool, faults: str | Path | None, wait_for_driver: float,
+    wait_for_nodes: float, exclude_slow: bool, dashboard: bool,
+) -> Ended:  # fmt: skip
+    """Trains a job to its end, or a pause, or a signal: see `raydist.train`, and its errors."""
+    if resume and fresh:
+        raise UsageError(
+            "--resume and --fresh exclude one another", "give one of them, or neither to resume an existing run"
+        )
+    with Starting() as starting:
+        starting.stage("job")  # before the imports that follow, which take seconds
+        from raydist.checkpoint import hub, source
+        from raydist.cluster import preflight
+        from raydist.cluster.place import where
+        from raydist.observe.exporters import resolve
+        from raydist.run.lease import DriverLease
+        from raydist.spec import load
+        from raydist.spec.load import source_of
+        from raydist.spec.script import SESSION
+
+        job = load(spec, set or (), deepspeed, lambda line: starting.note(f"raydist: {line}"))
+        if job.model.name == SESSION:
+            raise UserError(
+                f"{source_of(spec)}: model.name: {SESSION}: a script with a loop of its own made this run",
+                "continue it with that script: `raydist run SCRIPT --name NAME`, or torchrun (docs/how-to/own-loop.md)",
+            )
+        injected = _faults(faults, job)
+        home = storage or default_storage()
+        run = RunDir(Storage(home).at(check_name(name or job.name)))
+        if resume and not run.exists():
+            raise RunNotFound(
+                f"nothing to resume at {run.uri}", "leave out --resume to start it, or check --name and --storage"
+            )
+        job = hub.local(source.pinned(job, run, home, fresh), home)
+        preflight.check_early(job, local=where(address) == "local")
+        exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
+        starting.stage("data")
+        dataset, total = _data(job, home, starting)
+        starting.stage("run")
+        with DriverLease(run, wait_s=wait_for_driver) as lease:
+            if fresh and run.exists():
+                start_anew(run)
+            if message := _already(run, job, dataset.fingerprint, total, until, allow_spec_change):
+                starting.note(message)
+                return Ended(run, 0, dataset)
+            code = supervise(
+                job, run, lease, starting, address=address, faults=injected, exporters=exporters, dataset=dataset.storage.full_uri,
+                total=total, until=until, allow_spec_change=allow_spec_change, wait_for_nodes=wait_for_nodes,
+                exclude_slow=exclude_slow, dashboard=dashboard,
+            )  # fmt: skip
+        return Ended(run, code, dataset)
+
+
+def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, int]:
+    """The dataset, prepared if necessary, and the number of optimizer steps of the whole run."""
+    from raydist.data import open_or_prepare
+    from raydist.data.dataset import TokenDataset
+    from raydist.data.samples import batches_of, held_out_samples, training_samples
+    from raydist.report.preparing import data_progress
+
+    with data_progress(starting.hide) as report:
+        dataset = TokenDataset(open_or_prepare(job.data, home, report))
+    if not dataset.index.has_block_hashes:
+        starting.note(
+            f"raydist: {dataset.uri} has no hashes of blocks, as an older version prepared it: a changed byte is not noticed "
+            "while training; `raydist data verify` finds it"
+        )
+    job.model.rows(dataset.vocab_size)
+    samples = training_samples(job, dataset)
+    if job.eval.every is not None:
+        held_out_samples(job, dataset, samples)  # here an error takes seconds, not the start of the workers
+    batches = batches_of(job, samples, dataset.fingerprint)
+    return dataset, job.train.total(batches.steps_per_epoch)
+
+
+def _already(
+    run: RunDir, job: JobSpec, fingerprint: str, total: int, until: int | None, allow_spec_change: bool
+) -> str | None:
+    """A message if nothing is left to train, else None. Raises SpecChanged for a run with other numbers, or with more steps, and
+    UserError for adapters whose base has changed."""
+    from raydist.checkpoint import base_weights, manifest
+    from raydist.run.status import read_state
+    from raydist.worker.checkpoint import numbers
+
+    steps = run.committed() if run.exists() else []
+    if not steps:
+        return None
+    newest = manifest.read_newest(run)
+    if newest is None:
+        return None
+    changed = numbers.check(run.name, newest, job.numbers(fingerprint), total, allow_spec_change)
+    if read_state(run)["status"] == "finished" and (not changed or newest.step >= total):
+        return f"run {run.name} is finished: {newest.step} steps, in {run.uri}"
+    if until is not None and newest.step >= until:
+        return f"run {run.name} is at step {newest.step} already, in {run.uri}"
+    base_weights.check_early(job, newest)
+    return None
+
+
+def _faults(path: str | Path | None, job: JobSpec) -> tuple[Fault, ...]:
+    from raydist.faults import load
+
+    return load(path, job) if path is not None else ()
+
+
+def supervise(
+    job: JobSpec, run: RunDir, lease: DriverLease, starting: Starting, *, address: str | None, faults: tuple[Fault, ...],
+    exporters: list[dict[str, Any]], dataset: str | None = None, total: int | None = None, until: int | None = None,
+    allow_spec_change: bool = False, wait_for_nodes: float = 0.0, exclude_slow: bool = False, dashboard: bool = False,
+    script: Mapping[str, Any] | None = None,
+) -> int:  # fmt: skip
+    """Trains until the run ends, and returns the exit code of `Ended`. `dataset` and `total`, its steps: None with a `script`, a
+    Script's fields, which has its own. `dashboard`: its page is served meanwhile; otherwise that of a dashboard of its storage is
+    named, if one runs."""
+    from raydist.dashboard.announced import link
+    from raydist.dashboard.beside import beside
+
+    pages = beside(run, starting.note) if dashboard else contextlib.nullcontext()
+    if not dashboard and (page := link(run)) is not None:
+        starting.note(f"raydist: its live page: {page}")
+    from raydist.cluster.place import where
+
+    place = where(address)
+    starting.stage("ray", None if place == "local" else "connecting to Ray")
+    from raydist.cluster import preflight
+    from raydist.cluster.run.request import Request, raise_if_stopped, worker_env
+    from raydist.cluster.run.supervisor import Supervisor
+    from raydist.cluster.session import open_session
+    from raydist.observe.exporters import metrics_port
+    from raydist.report.console import Console
+    from raydist.spec import stored
+
+    cwd = Path.cwd()
+    run.storage.write(SPEC, stored(job).encode())
+    with (
+        pages,
+        run_logs(run) as log_dir,
+        open_session(
+            place,
+            env=worker_env(job),
+            log_dir=log_dir,
+            python_path=[str(cwd)] if place == "local" else [],
+            working_dir=cwd if job.own_code() else None,
+            metrics_port=metrics_port(exporters),
+            ranks=True,
+            wait_s=wait_for_nodes,
+        ) as session,
+    ):
+        starting.stage("check")
+        session = preflight.joined(job, session, wait_for_nodes) if wait_for_nodes else session
+        preflight.check(job, session, run.full_uri, dataset)
+        if exclude_slow and not session.private:
+            job = _without_slow(job, session, run, starting)
+        gpus = preflight.gpus_per_worker(job, session.resources)
+        starting.stage("workers")
+        request = Request(
+            job, run, dataset or "", gpus, until, allow_spec_change, faults, exporters, starting.seconds, script
+        )
+        with Console(total, run, starting=starting) as console:
+            ending = Supervisor.build(request, session, console, lost=lease.lost, asked=lease.asked_to_stop).run()
+    raise_if_stopped(ending, run)
+    if ending.signal is None:
+        return 0
+    print(f"interrupted after step {ending.step}; the same command resumes it", file=sys.stderr)
+    return 128 + ending.signal
+
+
+def _without_slow(job: JobSpec, session: Session, run: RunDir, starting: Starting) -> JobSpec:
+    """The job without the nodes that are slow now, which are named."""
+    from raydist.cluster.check import without_slow
+    from raydist.report.check import said
+
+    starting.note("raydist: measuring the nodes")
+    left, slow = without_slow(job, session, run.full_uri)
+    for each in slow:
+        starting.note(f"raydist: left out: {said(each)}")
+    return left
+
+
+@contextlib.contextmanager
+def run_logs(run: RunDir) -> Iterator[Path]:
+    """The folder for Ray's log files: inside the run's folder if that is local, else a temporary one, copied there at the end."""
+    if run.storage.local is not None:
+        yield run.storage.appendable(f"{LOGS}/driver.log").parent
+        return
+    with tempfile.TemporaryDirectory(prefix="raydist-logs-") as folder:
+        try:
+            yield Path(folder)
+        finally:
+            for path in sorted(Path(folder).rglob("*")):
+                if path.is_file():
+                    run.storage.write(f"{LOGS}/{path.relative_to(folder)}", path.read_bytes())
