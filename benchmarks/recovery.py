@@ -189,7 +189,7 @@ MESH_JOB = {
 
 
 def of_mesh(mesh: str, fault: str, storage: str) -> dict[str, float]:
-    """One run on a mesh with one fault: seconds to the first new step, and steps lost."""
+    """One run on a mesh with one fault: seconds to the first new step, in all and by stage, and steps lost."""
     from raydist.run.directory import RunDir
     from raydist.run.log import read_events
 
@@ -206,7 +206,7 @@ def of_mesh(mesh: str, fault: str, storage: str) -> dict[str, float]:
     events = read_events(RunDir(f"{storage}/mesh"))
     begun = next(e.at for e in events if e.kind == "fault")
     _, back = (e for e in events if e.kind == "first_step")  # --fresh goes on counting attempts
-    return {"seconds": back.at - begun, "lost": back.data["repeated_steps"]}
+    return {"seconds": back.at - begun, "lost": back.data["repeated_steps"], **back.data["stages"]}
 
 
 def meshes(rounds: int, faults: list[str]) -> None:
@@ -218,14 +218,17 @@ def meshes(rounds: int, faults: list[str]) -> None:
             found.append({fault: {mesh: of_mesh(mesh, fault, storage) for mesh in turn} for fault in faults})
             print(f"round {i + 1}: {found[-1]}", flush=True)
     table: dict[str, dict[str, dict[str, float]]] = {}
-    print(f"\n{'fault':6s} {'mesh':22s} {'seconds':>8s} {'/ddp':>6s} {'lost':>5s}")
+    stages = [key for key in found[0][faults[0]]["ddp"] if key not in ("seconds", "lost")]
+    print(
+        f"\n{'fault':6s} {'mesh':22s} {'seconds':>8s} {'/ddp':>6s} {'lost':>5s}", *(f"{stage:>10s}" for stage in stages)
+    )
     for fault in faults:
         for mesh in names:
-            seconds = statistics.median(r[fault][mesh]["seconds"] for r in found)
+            each = {key: statistics.median(r[fault][mesh][key] for r in found) for key in found[0][fault][mesh]}
             ratio = statistics.median(r[fault][mesh]["seconds"] / r[fault]["ddp"]["seconds"] for r in found)
-            lost = statistics.median(r[fault][mesh]["lost"] for r in found)
-            table.setdefault(fault, {})[mesh] = {"seconds": seconds, "over_ddp": ratio, "lost": lost}
-            print(f"{fault:6s} {mesh:22s} {seconds:8.2f} {ratio:6.3f} {lost:5.0f}")
+            table.setdefault(fault, {})[mesh] = {**each, "over_ddp": ratio}
+            more = (f"{each[stage]:10.2f}" for stage in stages)
+            print(f"{fault:6s} {mesh:22s} {each['seconds']:8.2f} {ratio:6.3f} {each['lost']:5.0f}", *more)
     print(write("recovery_mesh", {"rounds": found, "medians": table}))
 
 

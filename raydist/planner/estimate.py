@@ -271,10 +271,14 @@ def _fully_sharded_part(
     def reducing(part: int) -> int:
         return reduce * shard * part + (FP32 if reduce == FP32 else FP32 + reduce) * part
 
+    # FSDP2 frees what it has gathered last when it gathers the next in forward, or the pass ends; and what it has scattered last
+    # when it scatters the next, or the step ends.
+    scattered = reduce * shard * (sums_root or sums_block) if batches(spec, machine.ranks)[1] > 1 else 0
+    reduced = max(reducing(sums_block), scattered)
     held = {
-        "forward": (root + at_work, min(1 + ahead, len(blocks)) * block),
-        "loss": (root + kept, 0),
-        "backward": (root + at_work, (0 if reshard is False else max(ahead, 1) * block) + reducing(sums_block)),
+        "forward": (root + at_work, min(1 + ahead, len(blocks)) * block + scattered),
+        "loss": (root + kept, (last or root) + scattered),
+        "backward": (root + at_work, (0 if reshard is False else max(ahead, 1) * block) + reduced),
     }
     moments = [Moment(p.phase, p.whole + held[p.phase][0], held[p.phase][1], p.activations, p.loss) for p in peaks]
     moments.append(Moment("start", root + at_work, root + block, 0, 0))

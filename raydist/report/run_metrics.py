@@ -88,6 +88,7 @@ def report(run: RunDir) -> Report:
         "memory": {"column": memory[0], "ranks": _memory(readings, memory[0])} if memory else None,
         "communication": _communication(readings),
         "gradients": sent(steps, events),
+        "experts": summary.expert_loads(run, events),
         "slow": doctor.slow_ranks(events),
         "incidents": happened,
         "not_read": None if readings.tracks else _why(spec, about["status"]),

@@ -18,7 +18,7 @@ from raydist.faults import read_notes
 from raydist.observe.summary import WINDOW, rates
 from raydist.records import Event
 from raydist.run.directory import SPEC, RunDir, default_storage
-from raydist.run.log import FIELDS, SINGLE, Segment, merge, plain, read_events, read_segments, read_steps
+from raydist.run.log import FIELDS, SINGLE, Segment, merge, newest_loads, plain, read_events, read_segments, read_steps
 from raydist.run.status import read_state
 from raydist.storage import Storage
 
@@ -129,6 +129,18 @@ def evals(events: Sequence[Event]) -> dict[int, float]:
         elif event.kind == "eval" and event.data.get("loss") is not None:
             kept[event.data["step"]] = event.data["loss"]
     return kept
+
+
+def expert_loads(run: RunDir, events: Sequence[Event]) -> dict[str, Any] | None:
+    """The newest step with experts' loads, and those of each layer; None without (`observe.expert_loads`)."""
+    told = next((event for event in reversed(events) if event.kind in ("experts", "expert_loads")), None)
+    if told is not None and told.kind == "expert_loads":  # of an earlier version
+        layers = {name: layer["loads"] for name, layer in told.data["layers"].items()}
+        return {"step": told.data["step"], "layers": layers}
+    newest = newest_loads(run) if told is not None else None
+    if told is None or newest is None:
+        return None
+    return {"step": newest[0], "layers": dict(zip(told.data["layers"], newest[1], strict=False))}
 
 
 def _attempts(segments: list[Segment], events: list[Event], status: str) -> list[dict[str, Any]]:

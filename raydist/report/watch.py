@@ -18,8 +18,9 @@ from raydist.parsing import parse_yaml
 from raydist.records import Event, Finding
 from raydist.report import text, time_breakdown
 from raydist.report.doctor import slow_ranks
+from raydist.report.summary import expert_loads
 from raydist.run.directory import SPEC, RunDir
-from raydist.run.log import newest_loads, plain, read_events
+from raydist.run.log import plain, read_events
 from raydist.run.status import read_state
 from raydist.run.telemetry_log import read_samples
 
@@ -73,7 +74,7 @@ def view(run: RunDir) -> dict[str, Any]:
         "tokens_per_second": pace,
         "expert_imbalance": state.get("expert_imbalance"),
         "exchanged_bytes": state.get("exchanged_bytes"),
-        "expert_loads": _loads(run, events) if state.get("expert_imbalance") is not None else None,
+        "expert_loads": expert_loads(run, events) if state.get("expert_imbalance") is not None else None,
         "sync_bytes": state.get("sync_bytes"),
         "sync_seconds": state.get("sync_seconds"),
         "ranks": [
@@ -148,18 +149,6 @@ def _findings(events: Sequence[Event]) -> list[dict[str, Any]]:
                 names = ("rule", "rank", "severity", "what", "remedy")
                 found[finding.key] = {name: getattr(finding, name) for name in names}
     return list(found.values())
-
-
-def _loads(run: RunDir, events: Sequence[Event]) -> dict[str, Any] | None:
-    """The newest step with experts' loads, and those of each layer; None without (`observe.expert_loads`)."""
-    told = next((event for event in reversed(events) if event.kind in ("experts", "expert_loads")), None)
-    if told is not None and told.kind == "expert_loads":  # of an earlier version
-        layers = {name: layer["loads"] for name, layer in told.data["layers"].items()}
-        return {"step": told.data["step"], "layers": layers}
-    newest = newest_loads(run) if told is not None else None
-    if told is None or newest is None:
-        return None
-    return {"step": newest[0], "layers": dict(zip(told.data["layers"], newest[1], strict=False))}
 
 
 def _bars(loads: Mapping[str, Any] | None) -> list[Text]:

@@ -25,7 +25,7 @@ DOCS = Path(__file__).parents[2] / "docs/how-to/report.md"
 KEYS = [
     "run", "path", "status", "made_at", "steps", "total_steps", "global_batch", "loss", "eval_loss", "tokens_per_second",
     "samples_per_second", "mfu", "world_size", "versions", "started_at", "ended_at", "wall_seconds", "paused_seconds", "goodput",
-    "parts", "attempts", "memory", "communication", "gradients", "slow", "incidents", "not_read", "report",
+    "parts", "attempts", "memory", "communication", "gradients", "experts", "slow", "incidents", "not_read", "report",
 ]  # fmt: skip
 
 

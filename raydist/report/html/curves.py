@@ -1,11 +1,11 @@
-"""The curves of a run over its steps: loss, learning rate, gradient norm, throughput, gradient noise scale.
+"""The curves of a run over its steps: loss, learning rate, gradient norm, throughput, gradient noise scale; and loads of experts.
 
 Runs anywhere. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +23,8 @@ POINTS = 150
 """Approximate number of points of a curve of means."""
 _MARKS = 200
 """Maximum number of incidents in a chart: the critical ones, and the newest of the others."""
+_SPREAD = 2.0
+"""Ends of the scale of loads: a quarter and four times the mean, as powers of two."""
 _HELP = (
     "Drag over a curve to zoom into all of them, double-click for all steps; a click on a name hides its line. Keys: arrows, + and "
     "-, page up and down, Esc, and 1 to 9 for the lines."
@@ -48,7 +50,8 @@ class View:
 
     def columns(self, steps: pa.Table) -> dict[str, Array]:
         """The columns that are drawn, of the steps in view."""
-        names = ("step", "loss", "lr", "grad_norm", "tokens", "seconds", "grad_noise_scale", "expert_imbalance")
+        names = ("step", "loss", "lr", "grad_norm", "tokens", "seconds", "grad_noise_scale", "expert_imbalance",
+                 "exchanged_bytes")  # fmt: skip
         number = steps["step"].to_numpy()
         low = int(np.searchsorted(number, self.first))
         high = len(number) if self.last is None else int(np.searchsorted(number, self.last, side="right"))
@@ -102,6 +105,11 @@ def charts(report: Report, view: View | None = None) -> Markup | list[Markup]:
     if (known := np.isfinite(imbalance)).any():
         about = "fullest expert over the mean, worst layer"
         drawn.append(curve("Imbalance of experts", [Series("", x[known], imbalance[known])], about))
+    exchanged = at["exchanged_bytes"] / (1 << 20)
+    if (known := exchanged > 0).any():
+        drawn.append(curve("Exchange of experts", [Series("", x[known], exchanged[known])], "MiB a step, all ranks"))
+    if report.facts["experts"]:
+        drawn.append(_loads(**report.facts["experts"]))
     thinned = len(x) > 4 * draw.COLUMNS
     words = (
         "For steps that were trained twice, the last time counts. "
@@ -114,6 +122,18 @@ def charts(report: Report, view: View | None = None) -> Markup | list[Markup]:
         + ("Vertical lines: attempts, incidents and findings; red: an attempt failed. " if marks else "")
     )
     return [tag("p", words + _HELP), tag("div", drawn, class_="charts")]
+
+
+def _loads(step: int, layers: Mapping[str, Sequence[int]]) -> Markup:
+    """The tokens of each expert over the mean of its layer; no colour: none."""
+    values = np.full((len(layers), max(map(len, layers.values()))), np.nan)
+    for row, loads in zip(values, layers.values(), strict=True):
+        with np.errstate(divide="ignore"):
+            row[: len(loads)] = np.log2(np.array(loads) / max(float(np.mean(loads)), 1.0))
+    names, ends = [f"expert {n}" for n in range(values.shape[1])], (0.0, float(values.shape[1]))
+    unit = f"layer by expert: tokens over the mean of the layer, step {step:,}"
+    grid = draw.Grid(values, [*layers], names, (-_SPREAD, _SPREAD), "power", "middle")
+    return draw.heat("Loads of experts", grid, Across("expert", ends=ends), unit=unit, y_name="layer", about=unit)
 
 
 def _losses(at: Mapping[str, Array], name: str, view: View) -> list[Series]:

@@ -32,18 +32,18 @@ class ShardReader:
         self._run, self._manifest = run, manifest
         self._open: dict[str, Any] = {}
 
+    @torch.no_grad()  # then a DTensor gives its part without torch's dispatch, which takes a millisecond
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Reads the values of these tensors, in place; of a DTensor the part that this rank has."""
         try:
             for name, tensor in tensors.items():
                 at: tuple[slice, ...] = ()
-                local = tensor.detach()
-                if isinstance(local, DTensor):
-                    if local.device_mesh.get_coordinate() is None:
+                local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+                if isinstance(tensor, DTensor):
+                    if tensor.device_mesh.get_coordinate() is None:
                         continue
-                    shape, mesh, placements = local.shape, local.device_mesh, local.placements
+                    shape, mesh, placements = tensor.shape, tensor.device_mesh, tensor.placements
                     _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-                    local = local.to_local()
                     at = tuple(slice(first, first + n) for first, n in zip(offsets, local.shape, strict=True))
                 self.read(name, Piece("", at), local)
         finally:

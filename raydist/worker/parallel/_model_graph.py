@@ -207,8 +207,9 @@ def watch_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         yield seen
 
 
-def check_graph(model: nn.Module, loss: Callable[[], Tensor], mesh: Mesh) -> None:
+def check_graph(model: nn.Module, loss: Callable[[], Tensor], mesh: Mesh) -> list[str]:
     """One backward on each rank by itself: every parameter must get a gradient, and all ranks must have the same parameters.
+    Their names, in the order in which the pass has reached them.
 
     Otherwise training would wait forever for a missing gradient or for another rank. Raises GraphMismatch on every rank. `loss`
     must not reduce anything over the replicas. The caller drops the gradients.
@@ -231,8 +232,9 @@ def check_graph(model: nn.Module, loss: Callable[[], Tensor], mesh: Mesh) -> Non
     # Tied weights are one parameter with two names.
     names = {id(p): n for n, p in named}
     aliases = {plain_name(n): names[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in names}
-    reached = {aliases.get(n, n) for n in seen}
+    reached = [aliases.get(n, n) for n in seen]
     _refuse_unreached([n for n, _ in named if n not in reached], mesh)
+    return reached
 
 
 def check_loss(loss: Tensor, parameters: Mapping[Tensor, str], names: Sequence[str], mesh: Mesh) -> None:

@@ -51,9 +51,10 @@ class Unit:
                 row[: part.numel()].copy_(part)
 
     def unpack(self, packed: Tensor) -> None:
-        """[W, S] -> the parameters."""
+        """[W, S] -> the parameters. This rank's rows keep their values, and so their version, by which an offloaded optimizer knows
+        that its copy of them is right."""
         for p, rows in zip(self.parameters, self.split(packed), strict=True):
-            whole = p.detach()
+            whole = p.data
             if p.shape[0] % self.world == 0:
                 whole.view(self.world, -1).copy_(rows)
                 continue

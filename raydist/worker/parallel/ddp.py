@@ -22,8 +22,9 @@ from raydist.worker.comm.compression.piece import Piece
 from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.mesh import Mesh
+from raydist.worker.model._moe import layers_of
 from raydist.worker.parallel import Example, ParamShard
-from raydist.worker.parallel._model_graph import check_graph
+from raydist.worker.parallel._model_graph import check_graph, plain_name
 from raydist.worker.parallel._topology import all_reduce_of, ring_of
 from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
 from raydist.worker.parts import Parts, WholeSums
@@ -65,20 +66,26 @@ class Strategy:
         """The parameters of each bucket, in the order of the last backward pass."""
 
     def wrap(self, model: nn.Module, example: Example | None) -> nn.Module:
-        """See `ParallelStrategy.wrap`. Runs `example`, if there is one, twice: for the graph check, and for DDP's buckets."""
+        """See `ParallelStrategy.wrap`. Runs `example`, if there is one, for the graph check."""
         self._direct = self._direct or example is None
         model.to(self._rank.device)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
+        # From the last parameter to the first, as most backward passes reach them.
+        order = [*self._parameters.values()][::-1]
         if example is not None:
-            check_graph(model, partial(example, model), self._mesh)
+            named = {plain_name(n): p for n, p in self._parameters.items()}
+            order = [named[n] for n in check_graph(model, partial(example, model), self._mesh)]
         self._sums = WholeSums(self.parts, [*self._parameters.values()]) if self.parts is not None else None
         self.zero_grad()
         self.module = model
         if self._mesh.data_size > 1 and self._parameters:
-            persistent = model.state_dict().keys() - {n for n, _ in model.named_parameters(remove_duplicate=False)}
-            # Buffers that are not persistent (rotary tables) are the same on all ranks; running statistics are not.
-            sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: bool(persistent)}
+            # Of running statistics all ranks take the first one's before a forward pass. Buffers that are not persistent (rotary
+            # tables) are the same on all ranks, and so are the biases of routers, which all ranks move alike.
+            sent = buffers.keys() & model.state_dict().keys() - {f"{n}.router.bias" for n, _ in layers_of(model)}
+            ignored = buffers.keys() - sent
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
+            sync_buffers: dict[str, Any] = {_SYNC_BUFFERS: bool(sent)}
             bucket_mb = self._spec.parallel.bucket_mb  # raydist's loop has replaced `auto` with a number
             ddp = DistributedDataParallel(
                 model,
@@ -107,31 +114,22 @@ class Strategy:
             if own_sums or self._spec.precision.reduce != "fp32" or self._spec.offload.optimizer == "cpu":
                 # Through a lambda, because torch compares annotations, and those of this module are strings.
                 ddp.register_comm_hook(None, lambda _, bucket: self._sum(bucket))
-            self._settle_buckets(ddp, example)
+            self._settle_buckets(ddp, order)
             self.module = self._ddp = ddp
         for name, b in model.named_buffers():
             b.copy_(buffers[name])
         self.zero_grad()
         return self.module
 
-    def _settle_buckets(self, ddp: DistributedDataParallel, example: Example | None) -> None:
+    def _settle_buckets(self, ddp: DistributedDataParallel, order: Sequence[torch.Tensor]) -> None:
         # DDP rebuilds its buckets after the first backward. The sum over three or more ranks depends on the position of a
         # gradient in its bucket, so the first step of a resumed run would differ in the last bits from the same step of an
-        # uninterrupted run. This backward rebuilds the buckets before the first step.
-        if example is None:
-            # From the last parameter to the first, as most backward passes reach them.
-            ddp.reducer.prepare_for_backward([])
-            _reaches_all(ddp).backward()  # type: ignore[no-untyped-call]
-        else:
-            example(ddp).backward()  # type: ignore[no-untyped-call]
-        ddp.zero_grad(set_to_none=True)
-        if self._direct:
-            ddp.reducer._rebuild_buckets()  # otherwise the next forward pass through `ddp` does
+        # uninterrupted run. A backward pass of zeros, in the order of the check's, rebuilds the buckets before the first step.
+        _reach(order, ddp)
+        ddp.reducer._rebuild_buckets()
         if self._reducer is not None:
-            assert example is not None, "a caller without one has no `comm.compress`"
             self._seen.clear()
-            example(ddp).backward()  # type: ignore[no-untyped-call]  # once more, with the buckets of the steps
-            ddp.zero_grad(set_to_none=True)
+            _reach(order, ddp)  # once more, with the buckets of the steps
             names = {id(p): n for n, p in self._parameters.items()}
             for bucket in self._seen:
                 self._pieces.append(self._reducer.flat({names[id(p)]: p.shape for p in bucket}))
@@ -262,13 +260,14 @@ class Strategy:
         return [p.grad for p in self._parameters.values() if p.grad is not None]
 
 
-def _reaches_all(module: nn.Module) -> torch.Tensor:
-    """A zero whose backward pass gives each trained parameter a gradient of zeros, the last one first. No forward pass."""
+def _reach(order: Sequence[torch.Tensor], ddp: DistributedDataParallel) -> None:
+    """A backward pass through DDP's reducer that gives each of these parameters a gradient of zeros, in that order."""
     made = torch.zeros((), dtype=torch.float64)
-    for p in module.parameters():
-        if p.requires_grad:
-            made = made + p.reshape(-1)[:0].sum().to("cpu", torch.float64)
-    return made
+    for p in reversed(order):  # the newest part of a graph comes first
+        made = made + p.reshape(-1)[:0].sum().to("cpu", torch.float64)
+    ddp.reducer.prepare_for_backward([])
+    made.backward()  # type: ignore[no-untyped-call]
+    ddp.zero_grad(set_to_none=True)
 
 
 def _buckets(log: Mapping[str, Any]) -> list[list[int]]:

@@ -482,8 +482,12 @@ def sharded(rank: Rank, strategy: str, folder: str) -> tuple[bool, int]:
 
         def step(number: int, model: nn.Module, split: ParallelStrategy, optimizer: Any, state: TrainState) -> None:
             data = torch.randn(4, 5, generator=torch.Generator().manual_seed(number * 2 + rank.rank))
+            own = [shard.local for shard in split.shards().values()]
+            versions = [local._version for local in own]
             with split.accumulate(last=True):
-                split.module(data).square().sum().backward()
+                loss = split.module(data).square().sum()  # gathers the rows of others
+                assert versions == [local._version for local in own], "the copy on the host would be fetched again"
+                loss.backward()
             split.finish_grads()
             optimizer.step()
             split.zero_grad()
@@ -509,7 +513,8 @@ def sharded(rank: Rank, strategy: str, folder: str) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_rows_of_a_sharded_model(strategy: str, tmp_path: Path, ranks: Any) -> None:
-    """Each of two ranks offloads its own rows; the state is transferred between the runs' files as DTensors."""
+    """Each of two ranks offloads its own rows, whose version a gather leaves as it is; the state is transferred between the runs'
+    files as DTensors."""
     rows = [17 * 5, 16 * 5]
     assert ranks.run(sharded, 2, strategy, str(tmp_path)) == [(True, 2 * n + 1) for n in rows]
 
