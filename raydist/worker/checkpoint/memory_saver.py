@@ -56,18 +56,20 @@ class Slot(Stage):
     def reserve(self, nbytes: int) -> None:
         """Allocates every page. Raises OSError (ENOSPC) if shared memory is full: a write there would be a bus error."""
         use_device(self.device)
-        if nbytes == self._buffer.numel():
+        if nbytes and nbytes == self._buffer.numel():
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(file, nbytes)
+            self._layout = []
+            if not nbytes:  # a rank that has no part of a small state; its shard is empty, and there
+                return
             os.posix_fallocate(file, 0, nbytes)
             pages = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
             os.close(file)
         self._buffer = torch.frombuffer(pages, dtype=torch.uint8)
-        self._layout = []
         if self.device.type == "cuda" and (code := pin(self._buffer, self.device)):
             raise OSError(errno.ENOMEM, f"{nbytes:,} bytes could not be pinned (CUDA error {code})")
 

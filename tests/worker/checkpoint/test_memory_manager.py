@@ -362,6 +362,17 @@ def test_a_full_shared_memory_is_no_bus_error(kit: Any, tmp_path: Path) -> None:
         slot.reserve(1 << 50)
 
 
+def test_a_rank_without_a_part_has_an_empty_shard(kit: Any, tmp_path: Path) -> None:
+    """Of a model with fewer tensors than ranks. Without the file no snapshot would be whole."""
+    slot = Slot(torch.device("cpu"), tmp_path, tmp_path / ".tmp-slot")
+    slot.path.write_bytes(b"of an earlier process")
+    for step in (2, 4):
+        slot.copy([])
+        slot.publish(step, memory_layout.Shard(1, 4, 1, "0" * 32).name)
+        assert (slot.holds, slot.path.stat().st_size) == ((step, 1), 0)
+        slot.withdraw()
+
+
 def test_two_copies_at_most(ranks: Any, dataset: str, tmp_path: Path, folder: Path) -> None:
     """After any number of snapshots a rank's memory is two slots; the same two files are overwritten."""
     spec = spec_of(dataset, every=1, checkpoint=None)
