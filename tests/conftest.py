@@ -30,6 +30,7 @@ import pytest
 
 from raydist import registry
 from raydist.launch.fork_server import PRELOAD
+from raydist.storage import Storage
 from tests import forked, leftovers, needs, slow_files
 from tests.hosts import WATCHFUL, Cluster, Hosts, close_templates
 from tests.scheduling import WAITING, Scheduling
@@ -299,6 +300,12 @@ class ObjectStore:
     def uri(self, folder: str) -> str:
         """A folder in the bucket."""
         return f"s3://key:secret@bucket/{folder}?endpoint_override={self._place}&scheme=http&region=us-east-1"
+
+    def uploaded(self, path: Path, folder: str) -> str:
+        """A folder in the bucket with the files of a local one."""
+        for file in path.iterdir():
+            Storage(self.uri(folder)).write(file.name, file.read_bytes())
+        return self.uri(folder)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ folder (worker/base_weights.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -16,28 +15,33 @@ from raydist.checkpoint.huggingface import tensors_of
 from raydist.checkpoint.manifest import Manifest
 from raydist.errors import CheckpointError, UserError
 from raydist.spec import JobSpec
+from raydist.spec.huggingface import reading
+from raydist.storage import Storage
 
 BASE = "base"
 """Key of the base in the plain state of a checkpoint."""
 CHUNK = 64 << 20
 """Bytes that are hashed at a time."""
 MOST = 32 << 30
-"""Bytes of a folder that the driver reads; of a larger one only the ranks compute the fingerprint."""
+"""Bytes of a folder that the driver reads; of a larger one, or one on an object store, only the ranks compute the fingerprint."""
 
 Chunk = tuple[str, int]
 """Name of a file, and a position in it."""
 
 
-def chunks_of(folder: Path) -> list[Chunk]:
-    """All chunks of the files with tensors. Raises UserError and OSError."""
+def chunks_of(folder: Storage) -> list[Chunk]:
+    """All chunks of the files with tensors. Raises as `tensors_of`."""
     files = sorted({tensor.file for tensor in tensors_of(folder).values()})
-    return [(name, at) for name in files for at in range(0, (folder / name).stat().st_size, CHUNK)]
+    sizes = folder.files()
+    return [
+        (name, at) for name in files for at in range(0, sizes.get(name, 1), CHUNK)
+    ]  # 1: `hashed` says that it is gone
 
 
-def hashed(folder: Path, chunk: Chunk) -> str:
-    """xxh3-128 in hex of a chunk. Raises OSError."""
+def hashed(folder: Storage, chunk: Chunk) -> str:
+    """xxh3-128 in hex of a chunk. Raises as `tensors_of`."""
     name, at = chunk
-    with (folder / name).open("rb") as file:
+    with reading(folder, name, "each rank reads that folder"), folder.open(name) as file:
         file.seek(at)
         return xxhash.xxh3_128_hexdigest(file.read(CHUNK))
 
@@ -47,20 +51,10 @@ def combined(chunks: list[Chunk], hashes: Mapping[int, str]) -> str:
     return xxhash.xxh3_128_hexdigest(repr([(*chunk, hashes[i]) for i, chunk in enumerate(chunks)]).encode())
 
 
-def unreadable(folder: Path, error: OSError) -> UserError:
-    """The error for a file that cannot be read."""
-    return UserError(
-        f"model.hf: {error.filename or folder}: cannot be read: {error.strerror}", "each rank reads that folder"
-    )
-
-
-def fingerprint(folder: Path) -> str:
-    """xxh3-128 in hex over the names and contents of the files with tensors, not over the folder's name. Raises UserError."""
-    try:
-        chunks = chunks_of(folder)
-        return combined(chunks, {i: hashed(folder, chunk) for i, chunk in enumerate(chunks)})
-    except OSError as error:
-        raise unreadable(folder, error) from error
+def fingerprint(folder: Storage) -> str:
+    """xxh3-128 in hex over the names and contents of the files with tensors, not over the folder's name. Raises as `tensors_of`."""
+    chunks = chunks_of(folder)
+    return combined(chunks, {i: hashed(folder, chunk) for i, chunk in enumerate(chunks)})
 
 
 def check(saved: dict[str, Any] | None, here: dict[str, Any] | None) -> None:
@@ -80,10 +74,10 @@ def check_early(job: JobSpec, newest: Manifest) -> None:
     """Raises UserError if the run whose newest checkpoint that is would fail `check` on its ranks. Reads at most MOST bytes."""
     if job.model.lora is None or job.model.hf is None or newest.plain.get(BASE) is None:
         return
-    folder = Path(job.model.hf)
-    if sum(file.stat().st_size for file in folder.glob("*.safetensors")) > MOST:
+    folder = Storage(job.model.hf)
+    if folder.local is None or sum(n for name, n in folder.files().items() if name.endswith(".safetensors")) > MOST:
         return
     try:
-        check(newest.plain[BASE], {"hf": str(folder), "fingerprint": fingerprint(folder)})
+        check(newest.plain[BASE], {"hf": folder.uri, "fingerprint": fingerprint(folder)})
     except CheckpointError as error:
         raise UserError(error.message, error.hint) from None

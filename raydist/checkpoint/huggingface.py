@@ -1,10 +1,11 @@
-"""The tensors in a folder of Hugging Face's format: where they are, and whether they are those of the model.
+"""The tensors in a folder of Hugging Face's format, local or on an object store: where they are, and whether they are the model's.
 
 Runs in: the driver, before any worker starts, and in each rank, which opens the same files. Without torch: headers only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,68 +13,104 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raydist.errors import UserError
-from raydist.parsing import parse_json
-from raydist.spec.huggingface import HuggingFace, Piece, format_of
+from raydist.parsing import DAMAGED, parse_json
+from raydist.spec.huggingface import HuggingFace, Piece, format_of, reading
+from raydist.storage import Storage
 
 if TYPE_CHECKING:
     from raydist.spec.training import ModelSpec
 
-DTYPES = ("F32", "BF16", "F16")
-"""The number formats that weights are read from, by safetensors' names."""
+DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
+"""The number formats that weights are read from, by safetensors' names, and the bytes of a number."""
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale"
 """What an int8 tensor's name is followed by in the name of its scales, one for each row."""
 _SHOWN = 8
+_HEADER = 100_000_000
+"""Bytes of a file's header at most, as safetensors limits it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a file of the folder. `dtype`: safetensors' name."""
+    """A tensor in a file of the folder. `dtype`: safetensors' name. `start`: where its bytes begin, in a file of an object store
+    alone: safetensors opens local ones."""
 
     file: str
     shape: tuple[int, ...]
     dtype: str
+    start: int = 0
 
 
-def tensors_of(folder: Path) -> dict[str, FileTensor]:
-    """The tensors of all files of the model. Raises UserError for missing and corrupt files."""
-    from safetensors import SafetensorError, safe_open
-
+def tensors_of(folder: Storage) -> dict[str, FileTensor]:
+    """The tensors of all files of the model. Raises UserError for missing and corrupt files, StorageError of an object store."""
     found: dict[str, FileTensor] = {}
     for file in weight_files(folder):
-        try:
-            with safe_open(folder / file, framework="numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118  # it is no mapping
-                    part = opened.get_slice(name)
-                    found[name] = FileTensor(file, tuple(part.get_shape()), part.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{folder / file}: cannot be read: {error}", "download the file again") from error
+        with reading(folder, file, "download the file again"):
+            found |= _header(folder, file) if folder.local is None else _local_header(folder.local, file)
     return found
 
 
-def weight_files(folder: Path) -> list[str]:
-    """The names of the files: those in the index if there is one, else the one file of the model."""
-    index = folder / INDEX
-    if not index.exists():
-        if (folder / "model.safetensors").exists():
-            return ["model.safetensors"]
-        old = next(folder.glob("*.bin"), None)
-        raise UserError(
-            f"{folder}: has neither model.safetensors nor {INDEX}",
-            f"{old.name} is pickle, which can run code: convert it to safetensors"
-            if old
-            else "give a folder with weights",
-        )
+def _local_header(folder: Path, file: str) -> dict[str, FileTensor]:
+    """Raises OSError, and ValueError for a corrupt file."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, FileTensor] = {}
     try:
-        read = parse_json(index.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{index}: cannot be read: {error}", "download the file again") from error
+        with safe_open(folder / file, framework="numpy") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                part = opened.get_slice(name)
+                found[name] = FileTensor(file, tuple(part.get_shape()), part.get_dtype())
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
+    return found
+
+
+def _header(folder: Storage, file: str) -> dict[str, FileTensor]:
+    """The same, read as ranges of an object: 8 bytes with the length of the header, and the header in JSON."""
+    with folder.open(file) as stream:
+        size = stream.size()
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(_HEADER, size - 8):
+            raise ValueError(f"its header has {length} bytes, the file {size}")
+        raw = stream.read(length)
+    found: dict[str, FileTensor] = {}
+    try:
+        for name, entry in parse_json(raw).items():
+            if name == "__metadata__":
+                continue
+            start, stop = entry["data_offsets"]
+            tensor = FileTensor(file, tuple(entry["shape"]), str(entry["dtype"]), 8 + length + start)
+            whole = all(type(n) is int and n >= 0 for n in (*tensor.shape, start, stop))
+            if not whole or not start <= stop <= size - 8 - length:
+                raise ValueError(f"{name}: its bytes {start} to {stop} are not all in the file")
+            if tensor.dtype in DTYPES and stop - start != math.prod(tensor.shape) * DTYPES[tensor.dtype]:
+                raise ValueError(f"{name}: {stop - start} bytes are no {tensor.dtype} of the shape {entry['shape']}")
+            found[name] = tensor
+    except DAMAGED as error:
+        raise ValueError(f"its header is damaged: {error}") from None
+    return found
+
+
+def weight_files(folder: Storage) -> list[str]:
+    """The names of the files: those in the index if there is one, else the one file of the model."""
+    there = folder.files() if folder.is_folder() else {}
+    if INDEX not in there:
+        if "model.safetensors" in there:
+            return ["model.safetensors"]
+        old = next((name for name in there if name.endswith(".bin")), None)
+        raise UserError(
+            f"{folder.uri}: has neither model.safetensors nor {INDEX}",
+            f"{old} is pickle, which can run code: convert it to safetensors" if old else "give a folder with weights",
+        )
+    index = f"{folder.uri}/{INDEX}"
+    with reading(folder, INDEX, "download the file again"):
+        read = parse_json(folder.read(INDEX))
     files = read.get("weight_map") if isinstance(read, dict) else None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise UserError(f"{index}: has no weight_map, from tensors to files", "download the file again")
     names = sorted(set(files.values()))
     for name in names:
-        if Path(name).name != name or not (folder / name).exists():
+        if name not in there:
             raise UserError(f"{index}: names the file {name}, which is not there", "download it")
     return names
 
@@ -89,7 +126,7 @@ def format_for(spec: ModelSpec) -> HuggingFace:
 
 
 def check(
-    folder: Path, spec: ModelSpec, format: HuggingFace, shapes: Mapping[str, tuple[int, ...]], *, int8: bool = False
+    folder: Storage, spec: ModelSpec, format: HuggingFace, shapes: Mapping[str, tuple[int, ...]], *, int8: bool = False
 ) -> dict[str, FileTensor]:
     """The tensors in the folder. Raises UserError for missing tensors, for others than the model needs, and for wrong shapes.
 
@@ -120,7 +157,7 @@ def check(
     if problems:
         more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise UserError(
-            f"{folder}: the tensors are not those of model.name: {spec.name}:\n    "
+            f"{folder.uri}: the tensors are not those of model.name: {spec.name}:\n    "
             + "\n    ".join(problems[:_SHOWN] + more),
             "take config.json and tensors of one model, and leave out the fields of `model` that change its shapes",
         )

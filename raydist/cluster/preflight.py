@@ -65,14 +65,14 @@ def check_early(spec: JobSpec, *, local: bool) -> None:
         raise PreflightError("\n".join(problems))
     weights = spec.model.options.get("weights") if spec.model.name == "transformers" else None
     if isinstance(weights, str) and "://" not in weights:
-        huggingface.tensors_of(Path(weights).expanduser())
+        huggingface.tensors_of(Storage(weights))
     if spec.model.hf is not None:
         format, ids = huggingface.format_for(spec.model), 0  # those of a prepared dataset are in it
         if spec.data.path is None:
             ids = tokenizers.vocabulary(spec.data.tokenizer) or tokenizers.load(spec.data.tokenizer).vocab_size
         rows = spec.model.rows(ids)
         shapes = format.shapes(spec.model, rows)
-        huggingface.check(Path(spec.model.hf), spec.model, format, shapes)
+        huggingface.check(Storage(spec.model.hf), spec.model, format, shapes)
         if spec.model.lora is not None:
             lora.chosen(lora.linear_names(shapes), spec.model.lora.targets)
 
@@ -352,10 +352,13 @@ def look_around(
             problems.append(f"the dataset {dataset} was not found; put it on storage that every node can read")
     except RaydistError as error:
         problems.append(f"{error.message}; put the dataset on storage that every node can read")
-    if weights is not None and not (Path(weights) / "config.json").exists():
-        problems.append(
-            f"model.hf: {weights} was not found; put it on shared storage, under the same path on every node"
-        )
+    try:
+        if weights is not None and not Storage(weights).exists("config.json"):
+            problems.append(
+                f"model.hf: {weights} was not found; put it on shared storage, under the same path on every node"
+            )
+    except RaydistError as error:
+        problems.append(f"model.hf: {error.message}; put it on storage that every node can read")
     problems += [
         f"no module {m!r}; run from the folder that holds it, or install it there"
         for m in modules

@@ -6,15 +6,19 @@ export; that is read without importing the file. Here is what the families share
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist import registry, remote_filesystem
-from raydist.errors import UserError
+from raydist.errors import StorageError, UserError
 from raydist.parsing import parse_json
 from raydist.spec.decoder import DecoderOptions, default_hidden
+from raydist.storage import Storage, refused
 
 if TYPE_CHECKING:
     from raydist.spec.training import ModelSpec
@@ -30,32 +34,44 @@ HUB = "hf://"
 def read_folder(name: str) -> tuple[str, dict[str, Any]]:
     """(`name`, the fields of `model`) of a folder in Hugging Face's format, or of a model of a hub, of which config.json alone is
     downloaded; its name gets the revision that was found. Raises UserError."""
-    if "://" in name and not name.startswith(HUB):
-        raise UserError(
-            f"{name}: weights are read from folders", "give a folder that all nodes can read, or hf://OWNER/NAME"
-        )
-    folder = Path(name).expanduser()
     if name.startswith(HUB):
-        folder = download(name, ["config.json"])
-        name = f"{name.partition('@')[0]}@{folder.name}"  # so that the weights are those of this config.json
-    return name, fields_of(read_config(folder), f"{folder}/config.json")
+        downloaded = download(name, ["config.json"])
+        name = f"{name.partition('@')[0]}@{downloaded.name}"  # so that the weights are those of this config.json
+        folder = Storage(downloaded)
+    else:
+        folder = Storage(name)
+    return name, fields_of(read_config(folder), f"{folder.uri}/config.json")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Storage) -> dict[str, Any]:
     """The values of the config.json in a folder. Raises UserError."""
     try:
-        config = parse_json((folder / "config.json").read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"{folder}/config.json: cannot be read: {error.strerror}", "give a folder in Hugging Face's format"
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{folder}/config.json: is not JSON: {error}", "download it again") from None
+        with reading(folder, "config.json", "give a folder in Hugging Face's format"):
+            config = parse_json(folder.read("config.json"))
+    except StorageError as error:
+        raise UserError(error.message, remote_filesystem.remedy(folder.full_uri, "check the permissions")) from None
     if not isinstance(config, dict):
         raise UserError(
-            f"{folder}/config.json: holds {type(config).__name__}, not the config of a model", "download it again"
+            f"{folder.uri}/config.json: holds {type(config).__name__}, not the config of a model", "download it again"
         )
     return config
+
+
+@contextmanager
+def reading(folder: Storage, name: str, remedy: str) -> Iterator[None]:
+    """Raises UserError for a file that is missing, damaged (ValueError) or, in a local folder, not readable; StorageError where an
+    object store refuses to read it: another attempt may succeed."""
+    place = f"{folder.uri}/{name}"
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        why = os.strerror(errno.ENOENT) if missing else remote_filesystem.reason(error)
+        hint = remote_filesystem.remedy(folder.full_uri, remedy) if missing else "download it again"
+        raise UserError(f"{place}: cannot be read: {why}", hint) from None
+    except OSError as error:
+        failed = error if isinstance(error, StorageError) else refused("read", place, error)
+        raise UserError(failed.message, remedy) if folder.local is not None else failed from None
 
 
 def fields_of(config: Config, place: str) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class ModelSpec(PartWithNewFields):
     )
     hf: str | None = Field(
         None,
-        description="Start from the weights of this folder in Hugging Face's format, or of hf://OWNER/NAME; its config.json sets "
-        "the fields of `model` that are not given; docs/how-to/pretrained.md.",
+        description="Start from the weights of this folder in Hugging Face's format, a path or a URI (s3://bucket/folder), or of "
+        "hf://OWNER/NAME; its config.json sets the fields of `model` that are not given; docs/how-to/pretrained.md.",
     )
     layers: int = Field(4, ge=1, le=4096, description="Number of blocks.")
     width: int = Field(128, ge=1, le=1 << 20, description="Size of the residual stream.")

@@ -7,7 +7,6 @@ flow; a line with `every rank` in its comment is a collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from raydist.data.samples import full_tokens
 from raydist.extension_plans import strategy_plan
 from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event
+from raydist.storage import Storage
 from raydist.worker import base_weights, build, distributed, model_transforms, precision, pretrained
 from raydist.worker.attempt import Job
 from raydist.worker.checkpoint.manager import CheckpointManager, Progress
@@ -256,9 +256,9 @@ class Assembly:
 
     def _base(self, parameters: ParameterTable) -> dict[str, Any]:
         """The weights that adapters are for, as checkpoints name them. Every rank: it reads its share of the files."""
-        hf = str(self.spec.model.hf)
-        found = base_weights.fingerprint(Path(hf), self.rank)
-        return {"hf": hf, "fingerprint": found, "frozen": list(parameters.base)}
+        hf = Storage(str(self.spec.model.hf))
+        found = base_weights.fingerprint(hf, self.rank)
+        return {"hf": hf.uri, "fingerprint": found, "frozen": list(parameters.base)}
 
     def _load_pretrained(self, model: nn.Module, shards: Mapping[str, ParamShard], vocab_size: int) -> None:
         read = pretrained.load(self.spec.model, model, shards, vocab_size)

@@ -5,15 +5,14 @@ Runs in: each train worker. Torch, never ray.
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from raydist.checkpoint.base_weights import Chunk, chunks_of, combined, hashed, unreadable
+from raydist.checkpoint.base_weights import Chunk, chunks_of, combined, hashed
 from raydist.errors import UserError
+from raydist.storage import Storage
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 
 
-def fingerprint(folder: Path, rank: Rank) -> str:
+def fingerprint(folder: Storage, rank: Rank) -> str:
     """See `raydist.checkpoint.base_weights.fingerprint`. A collective of all ranks: each reads every world_size-th chunk.
 
     Raises UserError, on every rank, for files that one of them cannot read.
@@ -26,8 +25,6 @@ def fingerprint(folder: Path, rank: Rank) -> str:
         mine = {str(i): hashed(folder, chunks[i]) for i in range(rank.rank, len(chunks), rank.world_size)}
     except UserError as error:  # sent to all ranks, which wait for this one
         problem = [error.message, error.hint]
-    except OSError as error:
-        problem = [unreadable(folder, error).message, unreadable(folder, error).hint]
     hashes: dict[int, str] = {}
     for theirs, failed in gather_json([mine, problem], rank.control):
         if failed:

@@ -6,7 +6,6 @@ Runs in: commands that need no training: `raydist sample`, `raydist evaluate`, e
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from raydist import registry
-from raydist.checkpoint.huggingface import SCALE, FileTensor, check, weight_files
+from raydist.checkpoint.huggingface import SCALE, check, weight_files
 from raydist.data.tokenizers import Library
 from raydist.errors import DataError, UserError
 from raydist.spec import ModelSpec
 from raydist.spec.huggingface import HuggingFace, fields_of, format_of, read_config
 from raydist.spec.validate import validate
+from raydist.storage import Storage
 from raydist.worker.int8 import Int8Linear, described
+from raydist.worker.weight_files import WeightFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,13 @@ class Exported:
 
     def step(self) -> int:
         """The step of the checkpoint that it was exported from. Raises KeyError for other folders."""
-        with safe_open(self.folder / weight_files(self.folder)[0], framework="pt") as opened:
+        with safe_open(self.folder / weight_files(Storage(self.folder))[0], framework="pt") as opened:
             return int((opened.metadata() or {})["raydist_step"])
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights' files."""
-        return sum((self.folder / name).stat().st_size for name in weight_files(self.folder))
+        return sum((self.folder / name).stat().st_size for name in weight_files(Storage(self.folder)))
 
 
 def is_exported(name: str) -> bool:
@@ -65,7 +66,7 @@ def open_folder(folder: Path, context: int | None = None) -> Exported:
     Raises UserError for an unknown architecture, tensors that do not fit, and corrupt files.
     """
     folder = folder.expanduser()
-    config = read_config(folder)
+    config = read_config(Storage(folder))
     quantized = config.pop("quantization_config", None)
     if quantized is not None and not _is_ours(quantized):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
@@ -81,23 +82,27 @@ def open_folder(folder: Path, context: int | None = None) -> Exported:
     assert format is not None
     assert spec.vocab_size is not None
     shapes = format.shapes(spec, spec.vocab_size)
-    files = check(folder, spec, format, shapes, int8=quantized is not None)
+    files = check(Storage(folder), spec, format, shapes, int8=quantized is not None)
     with torch.device("meta"):  # the families set takes_meta
         model: nn.Module = registry.load("model", spec.name)(spec, spec.vocab_size)
     buffers = dict(model.named_buffers())
-    opened = _Files(folder, files)
+
+    def read(name: str) -> Tensor:
+        with WeightFiles(Storage(folder), files) as opened:  # open while one tensor is read
+            return opened.read(name)
+
     for name, shape in shapes.items():
         pieces = format.pieces(name, shape)
         module, _, leaf = name.rpartition(".")
         owner = model.get_submodule(module)
         if leaf == "weight" and (scale := pieces[0].name + SCALE) in files:
-            layer = Int8Linear(opened.read(pieces[0].name), opened.read(scale))
+            layer = Int8Linear(read(pieces[0].name), read(scale))
             parent, _, own = module.rpartition(".")
             setattr(model.get_submodule(parent), own, layer)
             continue
         whole = torch.empty(shape)
         for piece in pieces:
-            whole[piece.at] = opened.read(piece.name)
+            whole[piece.at] = read(piece.name)
         if isinstance(owner, Int8Linear):  # its bias
             owner.register_buffer(leaf, whole)
         elif name in buffers:
@@ -107,18 +112,6 @@ def open_folder(folder: Path, context: int | None = None) -> Exported:
     if spec.tie_embeddings:
         model.get_submodule("head").weight = model.get_submodule("embedding").weight
     return Exported(folder, spec, format, model.eval())
-
-
-class _Files:
-    """The tensors of a folder; each file is open while one of its tensors is read."""
-
-    def __init__(self, folder: Path, tensors: Mapping[str, FileTensor]) -> None:
-        self._folder, self._tensors = folder, tensors
-
-    def read(self, name: str) -> Tensor:
-        with safe_open(self._folder / self._tensors[name].file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-        return tensor
 
 
 def _is_ours(config: Any) -> bool:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from raydist.checkpoint.huggingface import INDEX, SCALE, weight_files
 from raydist.parsing import parse_json
 from raydist.spec.huggingface import HuggingFace
+from raydist.storage import Storage
 
 MOST = 127
 """The largest magnitude of a quantised value; -128 is not used, so that the range is symmetric."""
@@ -84,7 +85,7 @@ def linear_tensors(model: nn.Module, format: HuggingFace) -> set[str]:
 def write(source: Path, out: Path, tensors: Collection[str]) -> None:
     """Writes the folder `source` with these tensors in int8 to the new folder `out`, one file of weights at a time."""
     out.mkdir()
-    files = weight_files(source)
+    files = weight_files(Storage(source))
     for path in source.iterdir():
         if path.name not in (*files, INDEX, "config.json"):
             shutil.copyfile(path, out / path.name)

@@ -9,22 +9,17 @@ checkpoint would: so no rank ever has the whole model, whatever the strategy and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from raydist.checkpoint.huggingface import check, format_for, overlap
 from raydist.spec import ModelSpec
+from raydist.storage import Storage
 from raydist.worker.parallel import ParamShard
 from raydist.worker.parallel._model_graph import plain_name
-
-READ_BYTES = 64 << 20
-"""Of a tensor at a time."""
+from raydist.worker.weight_files import WeightFiles
 
 
 def leave_empty(model: nn.Module) -> None:
@@ -38,28 +33,21 @@ def load(spec: ModelSpec, model: nn.Module, shards: Mapping[str, ParamShard], vo
     """Fills `shards`, and the persistent buffers of `model`, from the folder `spec.hf`; returns the bytes that were read.
 
     Sends nothing. Parameters that no file has (adapters) are left as they are. `vocab_size`: of the tokenizer. Raises UserError,
-    the same on every rank, if the tensors are others.
+    the same on every rank, if the tensors are others; StorageError if an object store refuses a read.
     """
     assert spec.hf is not None
-    folder, format = Path(spec.hf), format_for(spec)
+    folder, format = Storage(spec.hf), format_for(spec)
     shapes = format.shapes(spec, spec.rows(vocab_size))
-    files = check(folder, spec, format, shapes)
     buffers = {plain_name(name): buffer for name, buffer in model.named_buffers()}
     parts = [(name, shard.local.detach(), *_place(shard)) for name, shard in shards.items() if name in shapes]
     parts += [(name, b, (0,) * b.ndim, tuple(b.shape)) for name, b in buffers.items() if name in shapes]
-    total = 0
-    with ExitStack() as stack:
-        opened: dict[str, Any] = {}
+    with WeightFiles(folder, check(folder, spec, format, shapes)) as files:
         for name, local, offset, size in parts:
             for piece in format.pieces(name, shapes[name]):
                 common = overlap(piece, shapes[name], offset, size)
-                if common is None:
-                    continue
-                file = files[piece.name].file
-                if file not in opened:
-                    opened[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
-                total += _copy(opened[file].get_slice(piece.name), common[0], local[common[1]])
-    return total
+                if common is not None:
+                    _copy(files, piece.name, common[0], local[common[1]])
+    return files.nbytes
 
 
 def _place(shard: ParamShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -72,17 +60,12 @@ def _place(shard: ParamShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(size)
 
 
-def _copy(tensor: Any, where: tuple[slice, ...], into: Tensor) -> int:
-    """Reads a part of a file's tensor, some rows at a time; returns the bytes."""
+def _copy(files: WeightFiles, name: str, where: tuple[slice, ...], into: Tensor) -> None:
+    """Reads a part of a file's tensor, some rows at a time."""
     if into.ndim == 0:
-        into.copy_(tensor[:])
-        return into.element_size()
-    rows = max(1, READ_BYTES * len(into) // max(into.numel() * 4, 1))
-    done = 0
+        into.copy_(files.read(name))
+        return
+    rows = files.rows(name)
     for at in range(0, len(into), rows):
-        n = min(rows, len(into) - at)
-        first = where[0].start + at
-        read = tensor[(slice(first, first + n), *where[1:])]
-        into[at : at + n].copy_(read)
-        done += read.numel() * read.element_size()
-    return done
+        first, n = where[0].start + at, min(rows, len(into) - at)
+        into[at : at + n].copy_(files.read(name, (slice(first, first + n), *where[1:])))

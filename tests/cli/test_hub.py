@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from raydist.api import submitting
 from raydist.checkpoint import hub
 from raydist.errors import UserError
 from raydist.spec import JobSpec, load
+from raydist.storage import Storage
 from tests.training import job
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -105,28 +108,54 @@ def written(folder: Path, name: str) -> None:
     (folder / "job.yaml").write_text(yaml.safe_dump(tree))
 
 
+def fetched(folder: Path, address: str, storage: str, runs: int = 1) -> list[str]:
+    """`model.hf` of so many runs that start together."""
+    command, pipe, env = [sys.executable, "-c", FETCH, storage], subprocess.PIPE, environment(folder, address)
+    started = [subprocess.Popen(command, cwd=folder, env=env, text=True, stdout=pipe, stderr=pipe) for _ in range(runs)]
+    ends = [(*process.communicate(timeout=120), process.returncode) for process in started]
+    assert [code for _, _, code in ends] == [0] * runs, ends
+    return [out.strip() for out, _, _ in ends]
+
+
+NOWHERE = "http://127.0.0.1:9"
+
+
 def test_two_runs_download_a_model_once(tmp_path: Path, endpoint: str) -> None:
     """Both get the same folder in the storage of the runs, of the revision that the name means now; it stays usable without
     the hub. Other files than weights and config are left out."""
     written(tmp_path, "hf://me/tiny")
-    command, env = [sys.executable, "-c", FETCH, "runs"], environment(tmp_path, endpoint)
-
-    def start(env: dict[str, str]) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=tmp_path, env=env, text=True, stdout=pipe, stderr=pipe)
-
-    both = [start(env) for _ in range(2)]
-    for process in both:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        folder = Path(out.strip())
-        assert folder == tmp_path / f"runs/.hub/models--me--tiny/snapshots/{COMMIT}"
-        assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors"}
-        assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]
+    folder = tmp_path / f"runs/.hub/models--me--tiny/snapshots/{COMMIT}"
+    assert fetched(tmp_path, endpoint, "runs", 2) == [str(folder)] * 2
+    assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert (folder / "model.safetensors").read_bytes() == Hub.files["model.safetensors"]
     assert Hub.asked[f"/me/tiny/resolve/{COMMIT}/model.safetensors"] == 1
-    again = start({**env, "HF_ENDPOINT": "http://127.0.0.1:9"})
-    out, err = again.communicate(timeout=120)
-    assert (Path(out.strip()), again.returncode) == (folder, 0), err
+    assert fetched(tmp_path, NOWHERE, "runs") == [str(folder)]
+
+
+def test_runs_on_an_object_store_copy_a_model_once(tmp_path: Path, endpoint: str, s3: Any) -> None:
+    """Two that start together use the same copy, and no other is left; a later one needs neither hub nor download. A copy that was
+    cut off is not used."""
+    written(tmp_path, "hf://me/tiny")
+    model = Storage(s3.uri(f"hubs/.hub/models--me--tiny/{COMMIT}"))
+    model.write("cut/config.json", b"{")
+    one, other = fetched(tmp_path, endpoint, s3.uri("hubs"), 2)
+    assert one == other == model.at(model.read(hub.COPY).decode()).full_uri
+    assert sorted(model.folders()) == sorted(["cut", model.read(hub.COPY).decode()])
+    assert {name: Storage(one).read(name) for name in Storage(one).files()} == {
+        name: Hub.files[name] for name in ("config.json", "model.safetensors")
+    }
+    shutil.rmtree(next((tmp_path / "home").rglob("models--me--tiny/blobs")))  # of its cache
+    (tmp_path / "home/hub/models--me--tiny/snapshots" / COMMIT / "config.json").unlink()
+    (tmp_path / "home/hub/models--me--tiny/snapshots" / COMMIT / "config.json").write_bytes(Hub.files["config.json"])
+    assert fetched(tmp_path, NOWHERE, s3.uri("hubs")) == [one]
+
+
+def test_options_name_no_object_store(tmp_path: Path) -> None:
+    """The library reads local files."""
+    plain = job("ddp", data={"source": "python-stdlib"})
+    model = plain.model.model_copy(update={"name": "transformers", "options": {"weights": "s3://bucket/tiny"}})
+    with pytest.raises(UserError, match=r"model\.options: s3://bucket/tiny: the library reads local files alone"):
+        hub.local(plain.model_copy(update={"model": model}), str(tmp_path))
 
 
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
@@ -134,7 +163,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
     written(tmp_path, "hf://me/tiny")
     done = subprocess.run(
         [sys.executable, "-m", "raydist", "train", "job.yaml", "--storage", "runs"],
-        cwd=tmp_path, env=environment(tmp_path, "http://127.0.0.1:9"), capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env=environment(tmp_path, NOWHERE), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "job.yaml: model.hf: hf://me/tiny: cannot be downloaded" in done.stderr
@@ -164,7 +193,7 @@ def test_submit_ships_a_relative_folder(tmp_path: Path) -> None:
     """A folder of weights in the working directory is shipped; one outside of it cannot be; names and absolute paths are not."""
     (tmp_path / "models/tiny").mkdir(parents=True)
     assert submitting._named_by([starting("models/tiny")], tmp_path) == [Path("models/tiny")]
-    for elsewhere in ("hf://me/tiny", "/shared/tiny"):
+    for elsewhere in ("hf://me/tiny", "s3://bucket/tiny", "/shared/tiny"):
         assert submitting._named_by([starting(elsewhere)], tmp_path) == []
     with pytest.raises(UserError, match=r"model\.hf: \.\./tiny is not under .*\n.*shared storage"):
         submitting._named_by([starting("../tiny")], tmp_path)

@@ -29,6 +29,7 @@ from raydist.run.directory import RunDir
 from raydist.spec import JobSpec, ModelSpec, load, parse
 from raydist.spec.lora import linear_names
 from raydist.spec.training import LoraSpec
+from raydist.storage import Storage
 from raydist.worker import base_weights as shared
 from raydist.worker import pretrained
 from raydist.worker.attempt import Job, MonitorChannel
@@ -229,12 +230,12 @@ def test_the_fingerprint_is_the_same_on_any_number_of_ranks(
     ranks: Any, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever share of the files a rank reads."""
-    assert run(ranks, fingerprint_on, 3, base) == [base_weights.fingerprint(base)] * 3
+    assert run(ranks, fingerprint_on, 3, base) == [base_weights.fingerprint(Storage(base))] * 3
 
 
 def fingerprint_on(rank: Rank, folder: Path) -> str:
     """On one rank."""
-    return shared.fingerprint(folder, rank)
+    return shared.fingerprint(Storage(folder), rank)
 
 
 def test_weights_that_one_rank_cannot_read(ranks: Any, base: Path, tmp_path: Path) -> None:
@@ -246,7 +247,7 @@ def test_weights_that_one_rank_cannot_read(ranks: Any, base: Path, tmp_path: Pat
 
 def unreadable_on_one(rank: Rank, folder: Path, gone: Path) -> str:
     """Rank 1 sees another folder."""
-    return shared.fingerprint(gone if rank.rank else folder, rank)
+    return shared.fingerprint(Storage(gone if rank.rank else folder), rank)
 
 
 def test_layers_for_further_tokens_get_no_adapters() -> None:

@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,16 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from raydist import registry
-from raydist.checkpoint.huggingface import INDEX, check, format_for, overlap, part_shape
+from raydist.checkpoint.huggingface import INDEX, check, format_for, overlap, part_shape, tensors_of
 from raydist.cluster import preflight
 from raydist.data.batches import Batches
 from raydist.data.dataset import TokenDataset, Windows
 from raydist.data.prepare import prepare
-from raydist.errors import SpecError, UserError
+from raydist.errors import SpecError, StorageError, UserError
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec, load
 from raydist.spec.huggingface import Piece
+from raydist.storage import Storage
 from raydist.worker import pretrained
 from raydist.worker.attempt import Job, MonitorChannel
 from raydist.worker.build import build_model, build_strategy
@@ -38,6 +40,7 @@ from raydist.worker.mesh import Mesh
 from raydist.worker.parallel._split import split_layers
 from tests.peaks import peak_of
 from tests.training import GROUPED, SHARDS_PARAMETERS, VARIANTS, Trainer, run
+from tests.worker.checkpoint.test_object_store import Failing
 from tests.worker.model.families import renamed, theirs, weights
 
 IDS = 257
@@ -164,6 +167,81 @@ def test_experts(ranks: Any, tmp_path: Path, parallel: dict[str, Any]) -> None:
         assert [name for name, value in right.items() if not torch.equal(values[name], value)] == []
 
 
+def all_loaded(rank: Rank, specs: list[JobSpec]) -> list[tuple[dict[str, torch.Tensor], int, int]]:
+    """`loaded` for each job."""
+    return [loaded(rank, spec) for spec in specs]
+
+
+def test_an_object_store(ranks: Any, tmp_path: Path, s3: Any) -> None:
+    """Bit for bit the weights of the files there, in each format. Under zero3 a rank reads the bytes of its shards alone; where it
+    has a part of each row, it reads these rows."""
+    cases = [
+        (torch.float16, {"strategy": "ddp"}),
+        (torch.bfloat16, {"strategy": "zero3"}),
+        (torch.float32, {"strategy": "ddp", "tensor": 2}),
+    ]
+    specs, right = [], []
+    for i, (dtype, parallel) in enumerate(cases):
+        folder = tmp_path / str(i)
+        peer = saved(folder, "llama, biases, one key head", num_key_value_heads=2, shard="20KB", dtype=dtype)
+        model = {"hf": s3.uploaded(folder, f"hf/{i}"), "context": 8}
+        specs.append(job(tmp_path, model=model, parallel=parallel, cluster={"workers": 2}))
+        preflight.check_early(specs[-1], local=True)
+        right.append(renamed(weights(peer), build_model(specs[-1], IDS)))
+    for on_rank in run(ranks, all_loaded, 2, specs):
+        for (values, _, _), wanted in zip(on_rank, right, strict=True):
+            assert values.keys() == wanted.keys()
+            assert [name for name, value in wanted.items() if not torch.equal(values[name], value)] == []
+        (_, all_of_16_bits, whole), (_, share_of_16_bits, share), (_, rows, part) = on_rank
+        assert (all_of_16_bits, share_of_16_bits) == (whole / 2, share / 2)
+        assert share < 0.51 * whole
+        assert part < rows < 0.75 * whole
+
+
+def test_bad_objects(tmp_path: Path, s3: Any) -> None:
+    """One error with exit code 2, without the secret of the URI, for each file that is damaged or missing, a bucket,
+    and credentials that are refused."""
+    saved(tmp_path, "llama")
+    uri = s3.uploaded(tmp_path, "bad")
+    spec = job(tmp_path, model={"hf": uri, "context": 8})
+    there, name = Storage(uri), "model.safetensors"
+    raw = there.read(name)
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    for damaged, says in (
+        (raw[:-9], "are not all in the file"),
+        (raw[:5], "its header has "),
+        (b"\xff" * 8 + raw[8:], "its header has 18446744073709551615 bytes"),
+        (raw[:8] + raw[8:begin].replace(b'"F32"', b'"F16"') + raw[begin:], "bytes are no F16 of the shape"),
+        (raw[:8] + b"[" + raw[9:], "model.safetensors: cannot be read"),
+        (raw[:8] + b"[]".ljust(begin - 8) + raw[begin:], "its header is damaged"),
+        (None, "has neither model.safetensors nor"),
+    ):
+        there.delete(name) if damaged is None else there.write(name, damaged)
+        with pytest.raises(UserError) as caught:
+            preflight.check_early(spec, local=True)
+        assert says in caught.value.message
+        assert "secret" not in str(caught.value)
+    runs = str(tmp_path / "runs")
+    assert preflight.look_around(runs, None, [], weights=uri)["problems"] == []
+    there.delete("config.json")
+    assert "was not found" in preflight.look_around(runs, None, [], weights=uri)["problems"][0]
+    for place in (uri, uri.replace("//key:secret@bucket/", "//key:secret@nobucket/")):
+        with pytest.raises(
+            SpecError, match=r"config\.json: cannot be read: No such file.*; check the bucket's name"
+        ) as caught:
+            job(tmp_path, model={"hf": place, "context": 8})
+        assert "secret" not in str(caught.value)
+    server = uri.partition("endpoint_override=")[2].partition("&")[0]
+    with closing(Failing(server)) as proxy:
+        proxy.mode = "expired"
+        refused = uri.replace(server, proxy.place)
+        with pytest.raises(SpecError, match="ACCESS_DENIED.*; check .* the credentials") as caught:
+            job(tmp_path, model={"hf": refused, "context": 8})
+        assert "secret" not in str(caught.value)
+        with pytest.raises(StorageError, match="ACCESS_DENIED"):  # on a rank: another attempt may succeed
+            tensors_of(Storage(refused))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_formats_of_16_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     """Their values are kept, in fp32; a head that a tied model stores is left out."""
@@ -200,11 +278,11 @@ def test_layers_for_further_tokens(tmp_path: Path) -> None:
     save_file({**tensors, "model.layers.3.enorm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
     plain = job(tmp_path).model
     format = format_for(plain)
-    check(tmp_path, plain, format, format.shapes(plain, IDS))
+    check(Storage(tmp_path), plain, format, format.shapes(plain, IDS))
     fields = {"hf": str(tmp_path), "context": 8, "options": {"num_nextn_predict_layers": 1}}
     wanted = job(tmp_path, model=fields).model
     with pytest.raises(UserError, match=r"model\.layers\.3\.input_layernorm\.weight: is missing"):
-        check(tmp_path, wanted, format, format.shapes(wanted, IDS))
+        check(Storage(tmp_path), wanted, format, format.shapes(wanted, IDS))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
@@ -298,7 +376,7 @@ def test_bad_folders_are_refused_before_anything_starts(tmp_path: Path, case: st
         ({}, {"name": "gpt"}, "model.name: gpt: "),
         ({"num_attention_heads": 5}, {}, "config.json: model.kv_heads: 2 does not divide heads 5"),
         ({}, {"hf": "nowhere"}, "nowhere/config.json: cannot be read: No such file or directory"),
-        ({}, {"hf": "s3://bucket/model"}, "weights are read from folders"),
+        ({}, {"hf": "https://a.b/model"}, "download it first, and give the file"),
         ({}, {"options": {"sliding_windw": 4}}, 'did you mean "sliding_window"?'),
     ],
 )

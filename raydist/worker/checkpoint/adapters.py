@@ -6,9 +6,7 @@ Runs in: commands that export weights, in one process. Torch, never ray. One ten
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -17,12 +15,15 @@ from raydist.checkpoint.base_weights import BASE
 from raydist.checkpoint.huggingface import check, format_for
 from raydist.checkpoint.manifest import Manifest, TensorEntry
 from raydist.errors import UsageError, UserError
+from raydist.redact import beside
 from raydist.run.directory import RunDir
 from raydist.spec import ModelSpec
 from raydist.spec.huggingface import Piece
 from raydist.spec.training import LoraSpec
+from raydist.storage import Storage
 from raydist.worker.checkpoint.weights_reader import WHOLE, WeightsReader
 from raydist.worker.lora import A, B, layers_of, merge
+from raydist.worker.weight_files import WeightFiles
 
 
 class MergedWeights(WeightsReader):
@@ -33,8 +34,9 @@ class MergedWeights(WeightsReader):
 
     def __init__(self, run: RunDir, manifest: Manifest, model: ModelSpec) -> None:
         super().__init__(run, manifest)
-        self._model, self._folder, self._format = model, Path(str(model.hf)), format_for(model)
-        here = {"hf": str(self._folder), "fingerprint": base_weights.fingerprint(self._folder)}
+        self._model, self._format = model, format_for(model)
+        self._folder = Storage(beside(str(model.hf), run.full_uri))
+        here = {"hf": self._folder.uri, "fingerprint": base_weights.fingerprint(self._folder)}
         base_weights.check(manifest.plain.get(BASE), here)
         assert model.vocab_size is not None, "config.json of model.hf has set it"
         self.shapes = self._format.shapes(model, model.vocab_size)
@@ -51,8 +53,8 @@ class MergedWeights(WeightsReader):
             return super().read(name, piece)
         pieces = self._format.pieces(name, self.shapes[name])
         (file,) = [each for each in pieces if each.at == piece.at]
-        with safe_open(self._folder / self._files[file.name].file, framework="pt") as opened:
-            values = opened.get_tensor(file.name).float()
+        with WeightFiles(self._folder, self._files) as opened:
+            values = opened.read(file.name).float()
         return merge(name, values, self.adapters, self._lora) if not piece.at else values
 
     @property
@@ -83,7 +85,7 @@ class MergedWeights(WeightsReader):
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": str(self._folder),
+            "base_model_name_or_path": self._folder.uri,
             "r": self._lora.rank,
             "lora_alpha": self._lora.alpha,
             "lora_dropout": self._lora.dropout,

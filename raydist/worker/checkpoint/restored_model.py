@@ -5,8 +5,6 @@ Runs in: the user's shell. Torch, never ray.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import nn
 
 from raydist.checkpoint import base_weights
@@ -18,6 +16,7 @@ from raydist.redact import beside
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec, read_stored
 from raydist.spec.script import SESSION
+from raydist.storage import Storage
 from raydist.worker import pretrained
 from raydist.worker.build import build_model
 from raydist.worker.checkpoint import restore
@@ -48,10 +47,10 @@ def restored_model(run: RunDir, manifest: Manifest, spec: JobSpec, vocab_size: i
     model = build_model(spec, vocab_size)
     base: set[str] = set()
     if spec.model.lora is not None:
-        hf = Path(str(spec.model.hf))
-        base_weights.check(manifest.plain.get(BASE), {"hf": str(hf), "fingerprint": base_weights.fingerprint(hf)})
+        hf = Storage(beside(str(spec.model.hf), run.full_uri))
+        base_weights.check(manifest.plain.get(BASE), {"hf": hf.uri, "fingerprint": base_weights.fingerprint(hf)})
         frozen = frozen_shards(model)
-        pretrained.load(spec.model, model, frozen, vocab_size)
+        pretrained.load(spec.model.model_copy(update={"hf": hf.full_uri}), model, frozen, vocab_size)
         names = {id(p) for n, p in model.named_parameters() if n in frozen}
         base = {n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in names}
     restore.load(run, manifest, {f"model/{n}": t for n, t in model.state_dict().items() if n not in base}, {})
