@@ -111,12 +111,8 @@ KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.SlowDisk(rank=rank, step=step, seconds=3.0, bytes_per_s=1 << 20),
     lambda rank, step: faults.DamageCopy(rank=rank, step=step),
     lambda rank, step: faults.DamageMessage(rank=rank, step=step),
-    *(
-        lambda rank, step, of=of: faults.ClockJump(
-            rank=rank, step=step, process=of, seconds=3600.0 if step % 2 else -3600.0
-        )
-        for of in ("rank", "agent")
-    ),
+    lambda rank, step: faults.ClockJump(rank=rank, step=step, seconds=3600.0 if step % 2 else -3600.0),
+    lambda rank, step: faults.ClockJump(rank=rank, step=step, seconds=3600.0, process="agent"),
     lambda rank, step: faults.SuspendProcess(rank=rank, step=step, process="agent", seconds=5.0),
     lambda rank, step: faults.SuspendProcess(rank=rank, step=step, process="agent", seconds=20.0),
     lambda rank, step: faults.KillAgent(rank=rank, step=step),

@@ -9,19 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raydist.api.checking import check
+    from raydist.api.datasets import prepare_data
+    from raydist.api.evaluating import evaluate
     from raydist.api.planning import plan
     from raydist.api.runs import Run
     from raydist.api.start import list_runs, open, run_script, sweep, train
     from raydist.api.submitting import submit
     from raydist.api.sweeps import Sweep
-    from raydist.api.tasks import check, evaluate, prepare_data
 
 __version__ = "0.1.0"
 __all__ = [
     "Run", "Sweep", "check", "evaluate", "list_runs", "open", "plan", "prepare_data", "run_script", "submit", "sweep", "train",
 ]  # fmt: skip
 _MODULES = {
-    "Run": "runs", "Sweep": "sweeps", "check": "tasks", "evaluate": "tasks", "plan": "planning", "prepare_data": "tasks",
+    "Run": "runs", "Sweep": "sweeps", "check": "checking", "evaluate": "evaluating", "plan": "planning", "prepare_data": "datasets",
     "submit": "submitting",
 }  # fmt: skip
 

@@ -37,9 +37,8 @@ class Call:
 
     def __init__(self, function: str, arguments: Mapping[str, Any], tied: bool = True, trusted: bool = True) -> None:
         message = json.dumps({"arguments": arguments, "trusted": trusted}, default=_plain).encode()
-        self._message = os.fdopen(
-            os.memfd_create("raydist-call"), "w+b"
-        )  # it has no name, and is gone with both processes
+        # Without a name, and gone with both processes.
+        self._message = os.fdopen(os.memfd_create("raydist-call"), "w+b")
         self._message.write(message)
         self._message.flush()
         alive, self._alive = os.pipe() if tied else (-1, -1)

@@ -61,7 +61,7 @@ def train(
     Raises SpecError for a wrong job, other UserErrors if it cannot be trained here, and TrainingStopped with its root cause if it
     ended before its last step.
     """
-    arguments = {name: value for name, value in locals().items() if name != "wait"}
+    arguments = {argument: value for argument, value in locals().items() if argument != "wait"}
     from raydist.spec import load
 
     _check_dashboard(dashboard, wait)
@@ -99,7 +99,7 @@ def run_script(
     script's line, if it ended before its last step.
     """
     arguments = [str(each) for each in arguments]
-    given = {name: value for name, value in locals().items() if name != "wait"}
+    given = {argument: value for argument, value in locals().items() if argument != "wait"}
     _check_dashboard(dashboard, wait)
     check_numbers(workers=(workers, 1), gpus=(gpus, 0), wait_for_driver=(wait_for_driver, 0))
     folder = RunDir(Storage(storage or default_storage()).at(check_name(name or Path(script).stem)))
@@ -123,7 +123,7 @@ def sweep(
     `spec`: the sweep's YAML file; `set`: dotted field of the base job -> value; `wait`: as for `train`. Raises SpecError for a
     wrong file, other UserErrors if it cannot be trained here, TrainingStopped if none of its cells has finished.
     """
-    arguments = {name: value for name, value in locals().items() if name != "wait"}
+    arguments = {argument: value for argument, value in locals().items() if argument != "wait"}
     from raydist.run.sweep_directory import SweepDir
     from raydist.spec.sweep import load_sweep
 

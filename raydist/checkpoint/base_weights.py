@@ -33,9 +33,8 @@ def chunks_of(folder: Storage) -> list[Chunk]:
     """All chunks of the files with tensors. Raises as `tensors_of`."""
     files = sorted({tensor.file for tensor in tensors_of(folder).values()})
     sizes = folder.files()
-    return [
-        (name, at) for name in files for at in range(0, sizes.get(name, 1), CHUNK)
-    ]  # 1: `hashed` says that it is gone
+    # A file that is gone has one, with which `hashed` says so.
+    return [(name, at) for name in files for at in range(0, sizes.get(name, 1), CHUNK)]
 
 
 def hashed(folder: Storage, chunk: Chunk) -> str:

@@ -30,9 +30,9 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Measure every node, each link and the storage in about a minute; name the slow nodes. Exits with 3 if there is one."""
-    from raydist.api import tasks
+    from raydist.api import checking
 
-    result = tasks.check.here(spec, set=overrides, storage=storage, address=address, slow=share)
+    result = checking.check.here(spec, set=overrides, storage=storage, address=address, slow=share)
     if as_json:
         print(json.dumps(result))
     else:

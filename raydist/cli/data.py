@@ -65,11 +65,11 @@ def prepare(
     as_json: _Json = False,
 ) -> None:
     """Prepare a dataset from these sources. The same command again completes an interrupted one."""
-    from raydist.api import tasks
+    from raydist.api import datasets
     from raydist.data import index
     from raydist.storage import Storage
 
-    tasks.prepare_data.here(
+    datasets.prepare_data.here(
         sources, out, tokenizer=tokenizer, column=column, eval_fraction=eval_fraction, format=format, chat_template=chat_template,
         loss_on=cast("LossOn", loss_on), address=address,
     )  # fmt: skip
@@ -125,7 +125,7 @@ def show(
 ) -> None:
     """Show the contents of a dataset; with --job how its documents become micro-batches. Of a printed document what does not count
     in the loss is dimmed."""
-    from raydist.api.tasks import choice
+    from raydist.api.datasets import choice
     from raydist.data import index
     from raydist.storage import Storage
 
@@ -222,7 +222,7 @@ def _print(
     document: list[tuple[str, bool]] | None = None,
     batch: dict[str, Any] | None = None,
 ) -> None:
-    from raydist.api.tasks import dataset_facts
+    from raydist.api.datasets import dataset_facts
 
     facts = dataset_facts(uri, index)
     if document is not None:

@@ -28,9 +28,9 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")] = False,
 ) -> None:
     """Print the loss of exported weights on held-out text, and the speed of the passes."""
-    from raydist.api import tasks
+    from raydist.api import evaluating
 
-    found = tasks.evaluate.here(folder, data, context=context, batches=batches, sequences=sequences)
+    found = evaluating.evaluate.here(folder, data, context=context, batches=batches, sequences=sequences)
     if as_json:
         print(json.dumps(found))
         return

@@ -258,9 +258,8 @@ class _Attempt:
                 what = call.pop("what")
                 answer: dict[str, Any] = {"value": None}
                 try:
-                    if (
-                        what not in ("ended", "clock") and monitor is None
-                    ):  # of this run: the next attempt may belong to another
+                    if what not in ("ended", "clock") and monitor is None:
+                        # Of this run: the next attempt may belong to another.
                         monitor = self._agent.monitor(self._number)
                     if what == "ended":
                         self._result.update(call)

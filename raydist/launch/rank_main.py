@@ -97,9 +97,8 @@ def train(
 
     startup.done("import")
     spec, run = parse(order["spec"]), RunDir(order["run"])
-    await_attempt(
-        run, order["attempt"], first=order["rank"] == 0
-    )  # before anything is read as if this were a new run, or is written
+    # Before anything is read as if this were a new run, or is written.
+    await_attempt(run, order["attempt"], first=order["rank"] == 0)
     rank = distributed.start(
         gpus=order["gpus"],
         threads=max(1, int(spec.cluster.cpus_per_worker)),

@@ -115,6 +115,8 @@ HICCUPS: list[Fault] = [
     Garbage(rank=1, step=34, objects=1000),
     Leak(rank=1, step=35, steps=3),
     SlowRank(rank=0, step=35, seconds=0.05, steps=2),
+    # In which the save of step 18 ends: else that of 21 may not begin before the deadlock.
+    SlowRank(rank=1, step=19, seconds=1.0),
     ScaleGradient(step=24, factor=1.0),
     LearningRate(step=25, factor=1.0),
     Reading(rank=1, step=36, column="gpu_pcie_width", value=4),
@@ -130,7 +132,7 @@ DAMAGED = {"torn": 36, "truncated": 39, "flipped": 42, "missing": 45, "manifest"
 """The kind of damage -> the checkpoint's step. The checkpoint is damaged two steps later."""
 
 REST: list[Fault] = [
-    KillAgent(rank=0, step=53),
+    KillAgent(rank=0, step=52),  # no rank is at step 54 by then, at whose end a save fails
     KillMonitor(step=55),
     KillDriver(step=59),
 ]
@@ -219,9 +221,9 @@ def test_storage_that_fails_costs_a_checkpoint(disturbed: Any) -> None:
         (0, "Read-only file system"),
     ]
     last = [(1, "No space left on device"), (1, "its run's folder is gone; is its file system mounted?")]
-    # Rank 1 may be at step 54 already when rank 0's agent is killed in 53; the driver may be killed before it is told of the other.
+    # The driver may be killed before it is told of the last one.
     assert told[: len(expected)] == expected
-    assert told[len(expected) :] in (last, last[:1], last[1:], [])
+    assert told[len(expected) :] in (last, last[:1])
     due = ({9}, {15}, {18, 21}, {24}, {27}, {30})
     assert [step in of for step, of in zip(sorted(failed), due, strict=False)] == [True] * len(due)
     committed = {e["step"] for e in disturbed.events("disturbed", "checkpoint_saved")}
