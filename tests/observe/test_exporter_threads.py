@@ -74,16 +74,18 @@ def test_one_that_raises_is_told_once_and_tried_again(run: RunDir, rows: Rows) -
     assert notes[1:] == ['exporter "tests.observe.strange:Raises": 3 rows did not reach it']
 
 
-def test_one_that_hangs_holds_up_nobody(run: RunDir, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_holds_up_nobody(run: RunDir, rows: Rows) -> None:
     """Pushes, flushes, the heartbeat and the end of the run are not delayed, another exporter gets all rows; a note names the
     exporter that hangs."""
-    monkeypatch.setattr(exporter_threads, "STUCK_S", 0.05)
     watch = RunMonitor(run.uri, interval_s=0.01, exporters=chosen("Hangs", "PointResult"))
+    hanging = watch._exporters._all[0]
     watch.push(rows(range(1, 3)), [])
+    until(lambda: strange.SEEN.count("step 2") == 2)  # one of them is from the exporter that now hangs
+    hanging._since -= 2 * exporter_threads.STUCK_S
     until(lambda: any("Hangs" in e.get("text", "") for e in watch.snapshot()["events"]))
     watch.push(rows(range(3, 5)), [])
     watch.end("finished")
-    assert watch._exporters._all[0]._working, "it still hangs"
+    assert hanging._working, "it still hangs"
     assert strange.SEEN[-1] == "close"
     assert [s for s in strange.SEEN if s.startswith("step")].count("step 4") == 1
     assert read_steps(run).num_rows == 4
