@@ -261,7 +261,7 @@ class Assembly:
         return {"hf": hf.uri, "fingerprint": found, "frozen": list(parameters.base)}
 
     def _load_pretrained(self, model: nn.Module, shards: Mapping[str, ParamShard], vocab_size: int) -> None:
-        read = pretrained.load(self.spec.model, model, shards, vocab_size)
+        read = pretrained.load(self.spec.model, model, shards, vocab_size, self.mesh)
         self._note(f"model.hf: rank 0 read {read / 2**20:,.0f} MiB of {self.spec.model.hf}")
 
     def _messages(self) -> list[tuple[str, int, str]]:
