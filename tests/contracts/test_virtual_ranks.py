@@ -25,6 +25,7 @@ from raydist.worker.dataloader import own_tokens, to_device
 from raydist.worker.distributed import Rank
 from raydist.worker.evaluation import evaluate
 from raydist.worker.model_transforms import prepare
+from raydist.worker.parallel._grad_norm import RowNorm
 from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
 from raydist.worker.parts import Parts
 from tests.training import CONTEXT, GROUPED, MODEL, VARIANTS, Trainer, alone, counted, gather_parts, job, run, samples
@@ -221,11 +222,24 @@ def test_any_number_of_replicas_on_a_mesh(ranks: Any, mesh: str, strategy: str) 
             check(got, expected)
 
 
+def rows_of_norm(rank: Rank, spec: JobSpec) -> dict[str, int]:
+    """Where the rows of this rank's parameters stand in the sum of the gradient norm, which decides its last bit."""
+    trainer = Trainer(rank, spec, full=MOST * CONTEXT)
+    norm = trainer.step._grad_norm
+    assert isinstance(norm, RowNorm)
+    names = {id(shard.local): name for name, shard in trainer.shards.items()}
+    return {names[id(local)]: rows.start for local, rows in norm._own}
+
+
 def test_stages_change_no_bit(ranks: Any) -> None:
     """Two stages on each of two ranks, with weights that are not tied, have the bits of one process."""
     spec = of_mesh("two stages a rank", "ddp")
+    expected = reference(spec)
     for got in run(ranks, train, 2, spec):
-        check(got, reference(spec))
+        check(got, expected)
+    plain = spec.model_copy(update={"parallel": job("ddp").parallel})
+    (places,) = {frozenset(found.items()) for found in run(ranks, rows_of_norm, 1, plain)}
+    assert frozenset().union(*(found.items() for found in run(ranks, rows_of_norm, 2, spec))) == places
 
 
 def slices(rank: Rank, lengths: list[int], parts: int) -> tuple[list[bool], int]:
