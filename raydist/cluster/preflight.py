@@ -29,6 +29,7 @@ from raydist.data import tokenizers
 from raydist.errors import PreflightError, RaydistError, UserError
 from raydist.run.lease import SKEW_S
 from raydist.spec import JobSpec, lora
+from raydist.spec.huggingface import HUB
 from raydist.storage import Storage
 from raydist.worker.optim.offload import swap_space
 
@@ -64,7 +65,7 @@ def check_early(spec: JobSpec, *, local: bool) -> None:
     if problems:
         raise PreflightError("\n".join(problems))
     weights = spec.model.options.get("weights") if spec.model.name == "transformers" else None
-    if isinstance(weights, str) and "://" not in weights:
+    if isinstance(weights, str) and not weights.startswith(HUB):
         huggingface.tensors_of(Storage(weights))
     if spec.model.hf is not None:
         format, ids = huggingface.format_for(spec.model), 0  # those of a prepared dataset are in it

@@ -84,6 +84,7 @@ def made(
     tmp_path: Path, rows: list[Any], tokenizer: str = "bytes", template: str | None = "chatml", **more: Any
 ) -> TokenDataset:
     """The dataset of these rows, all of them in the train split."""
+    tmp_path.mkdir(exist_ok=True)
     source = lines(tmp_path / "rows.jsonl", rows)
     chat = chat_format(template, tokenizer, more.pop("loss_on", "completions"))
     prepare([source], str(tmp_path / "tokens"), tokenizer, chat=chat, eval_fraction=0.0, **more)
@@ -109,6 +110,20 @@ def counted(dataset: TokenDataset) -> list[list[str]]:
         edges = np.flatnonzero(np.diff([0, *counts, 0]))
         found.append([dataset.tokenizer.decode(ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)])
     return found
+
+
+def test_a_tokenizer_on_an_object_store(folder: Path, tmp_path: Path, s3: Any) -> None:
+    """It and the template beside it make the same dataset as on a disk, which has no secret of the URI; one that is missing is an
+    error without."""
+    place, mark, options = s3.uploaded(folder, "tokenizer").partition("?")
+    names = f"{place}/tokenizer.json{mark}{options}", str(folder / "tokenizer.json")
+    there, here = (made(tmp_path / str(i), [{"messages": TALKS[0]}], name, None) for i, name in enumerate(names))
+    assert there.index.tokenizer.hash == here.index.tokenizer.hash
+    assert counted(there) == counted(here)
+    assert there.index.tokenizer.name.startswith("s3://bucket/tokenizer/tokenizer.json?")
+    with pytest.raises(DataError, match=r"tokenizer s3://bucket/tokenizer/none\.json.*: .*No such file") as caught:
+        made(tmp_path / "2", [GOOD], names[0].replace("tokenizer.json", "none.json"))
+    assert "check the bucket's name" in caught.value.hint
 
 
 @pytest.mark.parametrize("template", [None, "chatml"])

@@ -232,6 +232,9 @@ def test_bad_objects(tmp_path: Path, s3: Any) -> None:
     uri = s3.uploaded(tmp_path, "bad")
     spec = job(tmp_path, model={"hf": uri, "context": 8})
     there, name = Storage(uri), "model.safetensors"
+    with pytest.raises(UserError) as caught:
+        spec.model.rows(IDS + 1)
+    assert "s3://bucket/bad/tokenizer.json?endpoint_override=" in caught.value.hint
     raw = there.read(name)
     begin = 8 + int.from_bytes(raw[:8], "little")
     for damaged, says in (
