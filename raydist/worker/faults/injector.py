@@ -217,6 +217,8 @@ class Injector:
                 self._lasting = _open_all(lasting)
             case faults.NoProcesses(seconds=lasting):
                 self._lasting = host_pressure.no_processes(lasting)
+            case faults.FullSharedMemory(seconds=lasting, limit_mb=limit):
+                host_pressure.fill_shared_memory(lasting, limit)
             case faults.SlowNetwork(seconds=lasting, bytes_per_s=rate):
                 links.slow(lasting, rate)
             case faults.OneWayCut(seconds=lasting):
