@@ -109,6 +109,15 @@ def test_each_strategy_runs_in_each_stage(ranks: Any, strategy: str, fields: dic
         same_bits(got, reference(ranks, 2, strategy=strategy, clip=0))
 
 
+@pytest.mark.parametrize("name", registry.names("optimizer"))
+def test_each_optimizer_in_each_stage(ranks: Any, name: str) -> None:
+    """Also those that need whole matrices: a stage has them."""
+    optim = {"name": name, "lr": 1e-2, "clip": 0}
+    (right,) = run(ranks, train, 1, job("ddp", DEEP, optim=optim))
+    for got in run(ranks, train, 2, mesh_job("ddp", 1, DEEP, TWO, optim=optim)):
+        same_bits(got, right)
+
+
 def test_hsdp_in_each_stage(ranks: Any) -> None:
     """Copies of pairs: dp 4 x pipeline 2."""
     variant = GROUPED["hsdp"]
