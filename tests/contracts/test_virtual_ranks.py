@@ -270,11 +270,13 @@ def test_a_bucket_in_slices(ranks: Any) -> None:
 
 
 COMPILED = {"train": {"compile": "blocks"}}
+FEW_KERNELS = {"name": "mlp", "layers": 1, "width": 12, "hidden": 20, "context": CONTEXT, "dropout": 0.1}
+"""A block of it takes less than half the time of a GPT's to compile."""
 
 
 def test_compiled_blocks(ranks: Any) -> None:
     """Ranks that have seen other shapes, in another order, compile the same code for each: two ranks have the bits of three."""
-    spec = made("zero3", 3, 2, {**ODD, "layers": 1}, **COMPILED)
+    spec = made("zero3", 3, 2, FEW_KERNELS, **COMPILED)
     expected = run(ranks, train, 2, spec.model_copy(update={"parallel": job("ddp").parallel}))[0]
     for got in run(ranks, train, 3, spec):
         check(got, expected)
@@ -283,9 +285,9 @@ def test_compiled_blocks(ranks: Any) -> None:
 @pytest.mark.parametrize(("mesh", "strategy"), [("tensor 2", "ddp"), ("pipeline 2", "zero3"), ("context 2", "zero1")])
 def test_compiled_blocks_on_a_mesh(ranks: Any, mesh: str, strategy: str) -> None:
     """The same, of two replicas of two ranks, under ddp and another strategy. A block each, one shape and no evaluation, because to
-    compile takes seconds."""
+    compile takes seconds. Only a mesh that divides attention compiles it."""
     fields, model, parts, _ = MESHES[mesh]
-    small = {**model, "layers": fields.get("pipeline", 1)}
+    small = {**FEW_KERNELS, "layers": 2} if mesh == "pipeline 2" else {**model, "layers": 1}
     one, two = (
         made(name, parts, 1, small, parallel={**VARIANTS[name], **fields}, **COMPILED) for name in ("ddp", strategy)
     )
