@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from raydist import registry
-from raydist.diagnosis import layer_gradients
+from raydist.diagnosis import _sizes
 from raydist.diagnosis._gpu import GpuErrors
 from raydist.diagnosis._history import BIN_S as LOW_BIN_S
 from raydist.diagnosis._history import WARMUP_S, History
@@ -143,8 +143,8 @@ class Diagnosis:
     def _keep(self, event: Event) -> None:
         self._events.append(event)
         del self._events[:-EVENTS]
-        if event.kind == layer_gradients.KIND:  # large
-            for old in [one for one in self._events if one.kind == event.kind][: -layer_gradients.KEPT]:
+        if event.kind == _sizes.KIND:  # large
+            for old in [one for one in self._events if one.kind == event.kind][: -_sizes.KEPT]:
                 self._events = [one for one in self._events if one is not old]
 
     @property
