@@ -41,7 +41,7 @@ from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.activations import ActivationSizes
-from raydist.worker.metrics.gradient_noise_scale import GradientNoise
+from raydist.worker.metrics.gradient_noise_scale import NOT_MEASURED, GradientNoise
 from raydist.worker.metrics.histograms import Histograms
 from raydist.worker.metrics.memory import MemoryMeter
 from raydist.worker.metrics.reporter import Reporter
@@ -298,10 +298,7 @@ class Assembly:
         if self.replica:
             self._note("observe.grad_noise: not measured with comm.every: no step has the gradient of its global batch")
             return None
-        for axis, why in (
-            ("expert", "a gradient of an expert has several ranks' samples"),
-            ("context", "a rank's gradient has parts of samples"),
-        ):
+        for axis, why in NOT_MEASURED.items():
             if getattr(self.mesh, axis) > 1:
                 self._note(f"observe.grad_noise: not measured with parallel.{axis}: {why}")
                 return None
