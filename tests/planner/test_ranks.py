@@ -56,7 +56,7 @@ class MallInfo(ctypes.Structure):
 
 
 class Sampled(TorchDispatchMode):
-    """After every operator, records the bytes that malloc has given to any thread: `most`."""
+    """After every operator that may allocate, records the bytes that malloc has given to any thread: `most`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,8 @@ class Sampled(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.most = max(self.most, self.look())
+        if not func.is_view:
+            self.most = max(self.most, self.look())
         return made
 
 
