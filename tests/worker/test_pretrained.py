@@ -254,7 +254,7 @@ def test_bad_objects(tmp_path: Path, s3: Any) -> None:
     runs = str(tmp_path / "runs")
     assert preflight.look_around(runs, None, [], weights=uri)["problems"] == []
     there.delete("config.json")
-    assert "was not found" in preflight.look_around(runs, None, [], weights=uri)["problems"][0]
+    assert "were not found" in preflight.look_around(runs, None, [], weights=uri)["problems"][0]
     for place in (uri, uri.replace("//key:secret@bucket/", "//key:secret@nobucket/")):
         with pytest.raises(
             SpecError, match=r"config\.json: cannot be read: No such file.*; check the bucket's name"

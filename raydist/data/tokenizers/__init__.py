@@ -135,7 +135,7 @@ def load(name: str) -> Tokenizer:
         usages = ", ".join(registry.load("tokenizer", each).usage for each in registry.names("tokenizer"))
         raise DataError(
             f"tokenizer {name!r}: {reason}",
-            f"there are: {usages}, the path of a tokenizer.json, or package.module:attribute of your own",
+            f"there are: {usages}, the path or URI of a tokenizer.json, or package.module:attribute of your own",
         ) from error
 
 
