@@ -60,6 +60,8 @@ def names(kind: str) -> list[str]:
 
 def did_you_mean(value: str, known: list[str]) -> str:
     """`did you mean "x"?` where a known name is near, else the list of known names: the second part of an error."""
+    if not known:
+        return "none is built in"
     near = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
     return f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(known)}"
 

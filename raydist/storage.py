@@ -73,6 +73,8 @@ class Storage:
 
         self._type = pafs.FileType
         text = os.fspath(uri)
+        if not text:  # a path would be the working directory
+            raise UserError("the name of a storage is empty", "give a folder, or a URI such as s3://bucket/folder")
         self.local: Path | None = None
         self.private = False
         """Whether this folder, if it is local and is created, is for its user alone (mode 0700).

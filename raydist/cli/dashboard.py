@@ -44,8 +44,6 @@ def dashboard(
     from raydist.run.storage_choice import choose
     from raydist.storage import Storage
 
-    if not host:
-        raise UsageError("--host: is empty", "give an address of this host; 0.0.0.0 is all of them")
     choices = [choose(given) for given in storages] if storages else [choose()]
     homes = [Storage(choice.uri) for choice in choices]
     for home, choice in zip(homes, choices, strict=True):

@@ -43,7 +43,7 @@ from raydist.cli import (
     train,
     watch,
 )
-from raydist.cli.options import bounded
+from raydist.cli.options import bounded, refuse_empty
 
 app = typer.Typer(
     name="raydist",
@@ -149,6 +149,7 @@ def _started(arguments: list[str]) -> bool:
 def _run(arguments: list[str] | None) -> None:
     """Runs the command and flushes stdout."""
     try:
+        refuse_empty(sys.argv[1:] if arguments is None else arguments)
         bounded(typer.main.get_command(app))(arguments)
     except SystemExit:
         if sys.stdout is not None:

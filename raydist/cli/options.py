@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,6 +89,33 @@ Trust = Annotated[
 
 
 _MOST = (1 << 63) - 1
+_NEEDS_TEXT = frozenset(
+    [
+        "-o",
+        "--out",
+        "--storage",
+        "--host",
+        "--memory",
+        "--device",
+        "--tokenizer",
+        "--column",
+        "--chat-template",
+        "--working-dir",
+        "--faults",
+        "--deepspeed",
+    ]
+)
+"""Options for which an empty text is nobody's wish, but a variable of the shell that is not set: a path would be the working
+directory."""
+
+
+def refuse_empty(words: Sequence[str]) -> None:
+    """Raises UsageError for an option of _NEEDS_TEXT that is given an empty text; what follows "--" is a script's."""
+    ours = list(words)[: list(words).index("--")] if "--" in words else list(words)
+    for word, value in zip(ours, [*ours[1:], None], strict=True):
+        name, given, text = word.partition("=")
+        if name in _NEEDS_TEXT and (text if given else value) == "":
+            raise UsageError(f"{name}: is empty", "give a value, or leave the option out")
 
 
 def bounded(command: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from raydist.cli.output import write
 from raydist.errors import UsageError
 
 
@@ -87,7 +88,7 @@ def plan(
     if out is not None:
         from raydist.report.html.scaling import render
 
-        out.write_bytes(render(result))
+        write(out, render(result))
     if as_json:
         print(json.dumps(result))
         return

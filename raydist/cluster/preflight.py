@@ -62,6 +62,11 @@ def check_early(spec: JobSpec, *, local: bool) -> None:
             f"cluster.gpus_per_worker: {asked:g}, but this machine has no GPU; set it to 0 or auto, or give --address "
             "of a cluster"
         )
+    for place in spec.checkpoint.replicas:
+        try:
+            Storage(place)
+        except UserError as error:
+            problems.append(f"checkpoint.replicas: {error}")
     if problems:
         raise PreflightError("\n".join(problems))
     weights = weights_of(spec) if spec.model.hf is None else None

@@ -10,7 +10,7 @@ import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -50,6 +50,15 @@ MOST_SECONDS = 1e8
 _TIME = re.compile(r".*_s|.*timeout.*|wait_for.*")
 
 
+_NUMBERS = {int, float, type(None)}
+
+
+def _leaves(annotation: Any) -> set[Any]:
+    """The types that it is a union of."""
+    inner = get_args(annotation)
+    return {leaf for each in inner for leaf in _leaves(each)} if inner else {annotation}
+
+
 class Part(BaseModel):
     """A section: unknown fields are errors, values do not change after loading."""
 
@@ -60,6 +69,14 @@ class Part(BaseModel):
     def _bounded(cls, given: Any) -> Any:
         """Numbers that a thread, a file or another process could not take."""
         for name, value in given.items() if isinstance(given, dict) else ():
+            if (
+                isinstance(value, bool)
+                and name in cls.model_fields
+                and _leaves(cls.model_fields[name].annotation) <= _NUMBERS
+            ):
+                raise problem(
+                    str(name), value, "is no number (YAML reads yes, no, on and off as true and false)", "give a number"
+                )
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if number and isinstance(value, int) and abs(value) > 1 << 63:
                 raise problem(str(name), None, "is an integer of more than 64 bits", "give a smaller one")

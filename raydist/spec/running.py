@@ -282,6 +282,10 @@ class ClusterSpec(PartWithNewFields):
             raise problem(
                 "workers", self.workers, "is not a valid number of workers", "give one, or [least, most], from 1 up"
             )
+        for name, value in self.env.items():
+            if not name or {"=", "\0"} & {*name} or "\0" in value:
+                what = "is a variable that no process can have: a name is not empty, and has no =; neither it nor a value has a NUL"
+                raise problem("env", name, what, "leave it out")
         return self
 
     def each(self, gpus: float) -> dict[str, float]:

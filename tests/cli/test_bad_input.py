@@ -112,6 +112,13 @@ COMMANDS = {
     "train job.yaml --set train.steps=-1": "greater than or equal to 1",
     "train job.yaml --set 'train.steps=['": "quote it",
     "train job.yaml --set nosuch.x=1": "fields here",
+    "train job.yaml --set 'cluster.env={\"a=b\": x}'": "is a variable that no process can have",
+    "train job.yaml --set 'cluster.env={\"\": x}'": "is a variable that no process can have",
+    "train job.yaml --set 'checkpoint.replicas=[\"\"]'": "checkpoint.replicas: the name of a storage is empty",
+    "train job.yaml --set 'checkpoint.replicas=[foo://x]'": "checkpoint.replicas: storage 'foo://x'",
+    "train job.yaml --set train.steps=true": "train.steps: True is no number",
+    "train job.yaml --set optim.lr=yes": "is no number",
+    "train job.yaml --set 'hooks=[{name: nosuch}]'": "none is built in",
     "train job.yaml --set data.source=bad_import:x": "fix it there",
     "train job.yaml --set data.path=hf://one": "HF_TOKEN",
     "train job.yaml --set init_from=nosuch": "init_from: no run 'nosuch'",
@@ -140,6 +147,13 @@ COMMANDS = {
     "plan job.yaml --memory x": "write 80GiB",
     "plan job.yaml --device nosuch": "no GPU with a known peak",
     "plan job.yaml --gpus 0": "--gpus",
+    "plan sized.yaml --scaling --device h100 --vocab 300 -o nosuch/page.html": "nosuch/page.html: cannot be written",
+    **{
+        f"{command} ''": "is empty"
+        for command in ("data prepare good.txt --out", "runs --storage", "train job.yaml --faults", "report nosuch -o",
+                        "plan job.yaml --memory", "deploy slurm sized.yaml --out", "data prepare good.txt --out m --tokenizer")
+    },
+    "deploy compose sized.yaml --image i --out=": "--out: is empty",
     "bench comm --min-bytes x": "write 4MiB",
     "bench comm --workers 1": "--workers",
     "trace x --steps -1": "--steps",
