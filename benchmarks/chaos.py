@@ -4,10 +4,12 @@
 
 Two gloo ranks, or with `--mesh` four (pipeline 2 x tensor 2), a small GPT, a checkpoint every ten steps, memory checkpoints
 every five; on this machine, or with `--hosts` on a cluster of four hosts in network namespaces: the driver's, and
-three of which two have a rank. There, nodes are also killed and drained (and return at once), and the network of one node is
-cut for a while. The same run without faults comes first.
+three of which two have a rank. There, nodes are also killed and drained (and return at once), their /dev/shm is full and the
+network of one node is cut for a while, and the head is lost and comes back at another address. The same run without faults comes
+first.
 
-A killed process of a private Ray ends the driver with exit code 3; the same command is run again.
+A killed process of a private Ray, or a lost head, ends the driver with exit code 3; the same command is run again, with the new
+address.
 
 Checked: every fault that was asked for has happened; every step has exactly one row, whose samples, loss and norm equal those of
 the undisturbed run, bit for bit; the weights of the last checkpoint have the same bytes; no process, namespace, port, or file in
@@ -31,10 +33,8 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,15 +46,14 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write
+from places import Here, Net
 
 from raydist import faults
 from raydist.faults import Fault
 from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events, read_steps
-from raydist.run.status import last_word
 from tests.exact import exact, weights
-from tests.hosts import Cluster, Host, Hosts
 
 RAYDIST = str(Path(sys.executable).with_name("raydist"))
 JOB: dict[str, Any] = {
@@ -136,124 +135,24 @@ OF_VIRTUAL_RANKS: list[Callable[[int, int], Fault]] = [lambda rank, step: faults
 OF_NODES: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.KillNode(rank=rank, step=step),
     lambda rank, step: faults.Drain(rank=rank, step=step),
+    lambda rank, step: faults.FullSharedMemory(rank=rank, step=step, seconds=3.0),
 ]
-CUT_S = 12.0
-"""How long a network is cut: long enough for the run to give up the node."""
-DRAINED_S = 20.0
-"""Time from the drain notice until a node is removed; it then returns as a new node."""
-
-
-class Here:
-    """This machine, with a private Ray."""
-
-    address = "local"
-
-    def run(self, command: list[str], folder: Path) -> tuple[int, str]:
-        """Exit code and stderr."""
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        return done.returncode, done.stderr
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class Net:
-    """A cluster of four hosts: a head without CPUs, and three nodes with one CPU each. A thread repairs it after faults."""
-
-    def __init__(self) -> None:
-        self.hosts = Hosts(4)
-        self.hosts.__enter__()
-        self.cluster = Cluster(self.hosts, size=1, cpus=0, plain=True)
-        self.cluster.__enter__()
-        for host in self.nodes:
-            self.cluster.add_node(host, cpus=1)
-        self.address = self.cluster.address
-        self.cuts: list[int] = []
-        """Steps at which the network of a rank's host is cut."""
-        self.cut: list[dict[str, Any]] = []
-        self.watched: RunDir | None = None
-        self._drained: dict[float, tuple[Host, str]] = {}
-        """Time of the drain notice -> host and id, of the draining nodes that still exist."""
-        self._seen = 0.0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._mend, daemon=True)
-        self._thread.start()
-
-    @property
-    def nodes(self) -> list[Host]:
-        """All hosts except the driver's."""
-        return list(self.hosts)[1:]
-
-    def run(self, command: list[str], folder: Path) -> tuple[int, str]:
-        """Exit code and stderr, on the head."""
-        env = {**os.environ, **self.cluster.environment, "RAY_AUTH_MODE": "token", "GLOO_SOCKET_IFNAME": "eth0"}
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        process = self.hosts[0].popen(command, cwd=str(folder), env=env, **pipes)
-        told = process.communicate()[1]
-        return process.returncode, told
-
-    def close(self) -> None:
-        """Ends all hosts."""
-        self._ended.set()
-        self._thread.join()
-        self.cluster.close()
-        self.hosts.close()
-
-    def _mend(self) -> None:
-        cut: Host | None = None
-        healed = 0.0
-        while not self._ended.wait(0.3):
-            if cut is not None and time.monotonic() > healed:
-                self.hosts.heal(cut)
-                self.hosts.undeafen(cut)
-                cut = None
-            self._take_drained()
-            living = self.cluster.node_ids()
-            for host in self.nodes:
-                if host.name not in living and host is not cut:
-                    self.cluster.add_node(host, cpus=1)
-            if cut is None and self.watched is not None and self.cuts and self._step() >= self.cuts[0]:
-                told = [e for e in read_events(self.watched) if e.kind == "workers"][-1].data["workers"]
-                cut = next(host for host in self.nodes if host.name == told[-1]["host"])
-                deaf = len(self.cut) % 2 == 1
-                name = "deafen_host" if deaf else "cut_network"
-                self.cut.append({"fault": name, "rank": told[-1]["rank"], "step": self.cuts.pop(0)})
-                (self.hosts.deafen if deaf else self.hosts.cut)(cut)
-                healed = time.monotonic() + CUT_S
-
-    def _take_drained(self) -> None:
-        nodes, hosts = self.cluster.node_ids(), {host.name: host for host in self.nodes}
-        ranks: dict[int, str] = {}
-        for event in read_events(self.watched) if self.watched is not None and self.watched.exists() else []:
-            if event.kind == "workers":
-                ranks = {worker["rank"]: worker["host"] for worker in event.data["workers"]}
-            elif event.kind == "fault" and event.data["fault"] == "drain" and event.at > self._seen:
-                self._seen = event.at
-                name = ranks[event.data["rank"]]
-                self._drained[event.at] = hosts[name], nodes.get(name, "")
-        for at, (host, node) in list(self._drained.items()):
-            if time.time() - at > DRAINED_S:
-                del self._drained[at]
-                if nodes.get(host.name) == node:
-                    self.cluster.kill_node(host)
-
-    def _step(self) -> int:
-        assert self.watched is not None
-        return int((last_word(self.watched) or {"step": 0})["step"])
-
-
+FROM_OUTSIDE = "cut", "move"
+"""What is no fault of a file: the network of a node is cut, or the head is lost and comes back at another address."""
 OF_RAY = re.compile(r"Ray's (?:GCS|raylet|coordinator|head)\b|the cluster no longer answers")
 """In the cause of a run that has ended with exit code 3 because a process of Ray was killed: the same command resumes it."""
 
 
 def train(place: Here | Net, folder: Path, name: str, steps: int, *options: str) -> float:
     """Trains to the end, restarting the command if the driver or a process of its Ray was killed; returns seconds."""
-    command = [RAYDIST, "train", "job.yaml", "--name", name, "--storage", str(folder), "--address", place.address]
+    command = [RAYDIST, "train", "job.yaml", "--name", name, "--storage", str(folder)]
     begun = time.monotonic()
     while True:
-        code, told = place.run([*command, "--set", f"train.steps={steps}", *options], folder)
+        where = ["--address", place.address]
+        code, told = place.run([*command, *where, "--set", f"train.steps={steps}", *options], folder)
         if code == 0:
             return time.monotonic() - begun
+        place.repair()
         ended = read_events(RunDir(folder / name))[-1].data.get("cause", "") if code == 3 else ""
         if code not in (-9, 137) and not OF_RAY.search(ended or ""):
             sys.exit(f"{name} ended with {code}:\n{told[-3000:]}")
@@ -343,14 +242,15 @@ def main() -> None:
         steps = APART * (count + 1)
         rng = random.Random(options.seed)
         # On hosts every second fault is a node fault: killed, drained, or its network is cut, every second time in one direction.
-        of_nodes = [*OF_NODES, None]
         chosen: list[Fault] = []
-        cuts: list[int] = []
+        outside: dict[str, list[int]] = {what: [] for what in FROM_OUTSIDE}
         for i in range(count):
-            kinds: Sequence[Callable[[int, int], Fault] | None] = of_nodes if of_hosts and i % 2 == 0 else here
+            kinds: Sequence[Any] = [*OF_NODES, *FROM_OUTSIDE] if of_hosts and i % 2 == 0 else here
             kind, rank, step = rng.choice(kinds), rng.randrange(workers), APART * (i + 1) + rng.randrange(10)
-            chosen += [kind(rank, step)] if kind is not None else []
-            cuts += [step] if kind is None else []
+            if kind in FROM_OUTSIDE:
+                outside[kind].append(step)
+            else:
+                chosen.append(kind(rank, step))
             here = [other for other in here if other is not kind or kind not in OF_VIRTUAL_RANKS]
         asked = [fault.model_dump(mode="json", exclude_none=True) for fault in chosen]
         (folder / "faults.yaml").write_text(yaml.safe_dump(asked))
@@ -358,14 +258,14 @@ def main() -> None:
         train(place, folder, "calm", steps, *(["--set", "cluster.workers=1"] if options.elastic else []))
         calm, chaos = RunDir(folder / "calm"), RunDir(folder / "chaos")
         if isinstance(place, Net):
-            place.cuts, place.watched = [*cuts], chaos
+            place.cuts, place.moves, place.watched = outside["cut"], outside["move"], chaos
         wall = train(place, folder, "chaos", steps, "--faults", "faults.yaml")
         place.close()
         left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
         _, alive = psutil.wait_procs(left, timeout=20)
         events = read_events(chaos)
         absent = missing(chosen, events)
-        happened = count - len(absent) - (len(cuts) - len(place.cut) if isinstance(place, Net) else 0)
+        happened = len(chosen) - len(absent) + (len(place.done) if isinstance(place, Net) else 0)
         unlike = differences(chaos, calm)
         checks = {
             f"every fault has happened{': not ' + ', '.join(absent) if absent else ''}": 0 < happened == count,
@@ -380,7 +280,7 @@ def main() -> None:
             sizes = read_steps(chaos)["world_size"].to_pylist()
             checks["the number of workers has changed"] = len(set(sizes)) > 1
     print(f"{'fault':18s} {'rank':>4s} {'step':>5s} {'first step after':>16s} {'repeated':>8s}  cause")
-    for row in table + (place.cut if isinstance(place, Net) else []):
+    for row in table + (place.done if isinstance(place, Net) else []):
         row = {"seconds": None, "repeated": None, "cause": ""} | row
         seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f} s"
         repeated = "-" if row["repeated"] is None else row["repeated"]

@@ -81,7 +81,8 @@ def play(scenario: Scenario, seed: int, wide: bool) -> Score:
         return Score(scenario.name, "", False, False, false, None)
     at, finding = first
     named = {"rank": finding.rank == run.rank, "node": finding.culprit.get("node") == f"10.0.0.{run.node(run.rank) + 1}",
-             "step": "step" in finding.culprit, "parameter": "parameter" in finding.culprit}  # fmt: skip
+             "step": "step" in finding.culprit, 
+             "parameter": finding.culprit.get("parameter", "").startswith(("blocks.17", "blocks.1.moe"))}  # fmt: skip
     right = named.get(scenario.culprit, finding.culprit.get("setting") == scenario.culprit)
     return Score(scenario.name, finding.rule, right, finding.rule in scenario.rules, false, at - run.fault_at)
 

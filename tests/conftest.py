@@ -119,8 +119,12 @@ class Ranks:
 
     def _start(self) -> tuple[Any, Connection]:
         context = mp.get_context("forkserver")
-        # Imported once, 4 s of CPU time; a new rank then takes milliseconds.
-        context.set_forkserver_preload(["pytest", __name__, *PRELOAD, "tests.training", "tests.rank_preload"])
+        # Imported once, 4 s of CPU time; a new rank then takes milliseconds. In a long session many ranks compile, each of which
+        # would import the compiler, 2 s.
+        compiler = ["torch._inductor.compile_fx"] if "PYTEST_XDIST_WORKER" in os.environ else []
+        context.set_forkserver_preload(
+            ["pytest", __name__, *PRELOAD, *compiler, "tests.training", "tests.rank_preload"]
+        )
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()

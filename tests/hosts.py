@@ -69,7 +69,7 @@ set -e
 mount -t tmpfs -o mode=755 tmpfs /run
 mkdir -m 1777 /run/tmp
 mkdir /run/ray /run/cgroup
-mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+mount -t tmpfs -o mode=1777,size=1g tmpfs /dev/shm
 # /sys/class/net is that of the network which was there at mounting.
 mount --rbind /sys/fs/cgroup /run/cgroup
 mount -t sysfs sysfs /sys

@@ -20,7 +20,7 @@ from raydist.diagnosis._loads import Loads
 from raydist.records import Event
 from raydist.run.log import FIELDS, SINGLE
 from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES, is_total
-from raydist.spec.script import SESSION
+from raydist.spec.script import SESSION, in_its_place
 
 BIN_S = 3.0
 BINS = 60
@@ -30,15 +30,12 @@ PER_PART = 1.25
 """Steps in a part, at least: a part without a whole step would show in which phase a reading was taken."""
 STEPS = 4096
 """Newest steps that are kept."""
-_OF_A_STEP = ("step", "loss", "samples_hash")
-"""Columns that are also kept as they are."""
 SMOOTH = 1.4826
 """A normal distribution's standard deviation over its median absolute deviation."""
 
 Array = NDArray[np.float64]
 Row = Mapping[str, Any]
-Key = Any
-"""A rank; a node's address; (node, GPU)."""
+Key = Any  # a rank; a node's address; (node, GPU)
 
 
 class Store:
@@ -112,38 +109,39 @@ class Steps:
         self.loads = Loads()
         self._columns = {name: i for i, name in enumerate(SINGLE) if str(FIELDS[name][0]) != "string"}
         self._values = np.full((2 * STEPS, len(SINGLE)), np.nan)
-        self._rows: list[Row] = []
+        self._hashes = np.full(2 * STEPS, b"", dtype="S16")  # xxh64, in hex
+        self._count = 0
         self.cache: dict[str, Any] = {}
 
     def add(self, row: Row) -> None:
         """In the order of writing."""
-        while self._rows and self._rows[-1]["step"] >= row["step"]:
-            self._rows.pop()
-        if len(self._rows) == 2 * STEPS:
-            del self._rows[:STEPS]
-            self._values[:STEPS] = self._values[STEPS:]
-        values = self._values[len(self._rows)]
+        while self._count and self._values[self._count - 1, self._columns["step"]] >= row["step"]:
+            self._count -= 1
+        if self._count == 2 * STEPS:
+            self._count = STEPS
+            self._values[:STEPS], self._hashes[:STEPS] = self._values[STEPS:], self._hashes[STEPS:]
         for name, i in self._columns.items():
-            value = row.get(name)
-            values[i] = np.nan if value is None else value
+            self._values[self._count, i] = np.nan if (value := row.get(name)) is None else value
+        self._hashes[self._count] = (row.get("samples_hash") or "").encode("ascii", "replace")
         if np.isnan(self.first_loss) and row.get("loss") is not None:
             self.first_loss = row["loss"]
-        self._rows.append({name: row.get(name) for name in _OF_A_STEP})  # a whole row has 1 KiB
+        self._count += 1
         self.loads.step(row)
         self.new += 1
         self.cache.clear()
 
     def __len__(self) -> int:
-        return min(len(self._rows), STEPS)
+        return min(self._count, STEPS)
 
     def __getitem__(self, column: str) -> Array:
         """[N], oldest first; NaN where unknown."""
-        count = len(self._rows)
-        return self._values[max(count - STEPS, 0) : count, self._columns[column]]
+        return self._values[max(self._count - STEPS, 0) : self._count, self._columns[column]]
 
     def row(self, index: int) -> Row:
-        """_OF_A_STEP of one row; -1: the newest."""
-        return self._rows[index if index < 0 else max(len(self._rows) - STEPS, 0) + index]
+        """Its step, loss and samples_hash; -1: the newest."""
+        at = self._count + index if index < 0 else max(self._count - STEPS, 0) + index
+        step, loss = self._values[at, [self._columns["step"], self._columns["loss"]]].tolist()
+        return {"step": int(step), "loss": loss, "samples_hash": self._hashes[at].decode()}
 
 
 class Window:
@@ -206,8 +204,12 @@ class Window:
 
     @property
     def of_script(self) -> bool:
-        """Whether it is a script's own loop (raydist/own): the engine names the session's arguments, not a job's fields."""
+        """Whether it is a script's own loop (raydist/own)."""
         return bool(self.setting("model.name") == SESSION)
+
+    def named(self, field: str) -> str:
+        """How remedies and culprits name a setting: a job's field, or what the user's own loop has in its place."""
+        return in_its_place(field) if self.of_script else field
 
     @cached_property
     def _by_kind(self) -> dict[str, list[Event]]:
@@ -279,10 +281,9 @@ class Window:
 
         The newest RECENT parts are those that a rule judges.
         """
-        found = self._series.get((kind, column))
-        if found is None:
-            found = self._series[kind, column] = self._of(kind, column)
-        return found
+        if (kind, column) not in self._series:
+            self._series[kind, column] = self._of(kind, column)
+        return self._series[kind, column]
 
     def _of(self, kind: str, column: str) -> Array:
         if kind not in self._stores:
@@ -301,10 +302,9 @@ class Window:
 
     def recent(self, kind: str, column: str) -> Array:
         """[S] the mean of the newest RECENT parts; NaN where more than one is missing."""
-        found = self._recent.get((kind, column))
-        if found is None:
-            found = self._recent[kind, column] = newest(self.series(kind, column))
-        return found
+        if (kind, column) not in self._recent:
+            self._recent[kind, column] = newest(self.series(kind, column))
+        return self._recent[kind, column]
 
     def before(self, kind: str, column: str) -> Array:
         """[S] the median of the parts before; NaN if there are fewer than RECENT."""
@@ -345,10 +345,9 @@ class Window:
         """[R, N] share of a rank's time by part: compute (without exposed communication), exposed, data, eval, save. NaN while the
         rank does not train.
         """
-        shown = self._shares.get(name)
-        if shown is None:
-            shown = self._shares[name] = self._share(name)
-        return shown
+        if name not in self._shares:
+            self._shares[name] = self._share(name)
+        return self._shares[name]
 
     def _share(self, name: str) -> Array:
         known = ~np.isnan(self.series("rank", "forward_seconds"))

@@ -83,6 +83,14 @@ class NoProcesses(AtPhase):
     seconds: float = Field(1.0, gt=0, description="Duration. For root it needs a writable pids control group.")
 
 
+class FullSharedMemory(AtPhase):
+    """No page of the host's /dev/shm is free, as where another job has filled it. Not where other users have files there."""
+
+    fault: Literal["full_shared_memory"] = "full_shared_memory"
+    seconds: float = Field(10.0, gt=0, le=600, description="Duration; the rank's end ends it, too.")
+    limit_mb: int = Field(1024, ge=1, description="Most MiB that it takes: not injected where more are free.")
+
+
 class SlowNetwork(AtPhase):
     """The rank's TCP connections send slowly, as over a faulty network card."""
 

@@ -71,11 +71,10 @@ class _OpenSegment:
     def name(self) -> str:
         return f"{METRICS}/attempt-{self.attempt:04d}-{self.number:06d}.parquet"
 
-    def encode(self, parts: list[pa.RecordBatch]) -> memoryview:
+    def table(self, parts: list[pa.RecordBatch]) -> pa.Table:
         head = json.dumps({"attempt": self.attempt, "after_step": self.after_step})
         table = pa.Table.from_batches(parts, SCHEMA)
-        table = table.replace_schema_metadata({**(SCHEMA.metadata or {}), HEAD: head.encode()})
-        return parquet.encode(table)
+        return table.replace_schema_metadata({**(SCHEMA.metadata or {}), HEAD: head.encode()})
 
 
 class RunLog:
@@ -173,10 +172,7 @@ class RunLog:
             with self._lock:
                 work = [(s, s.version, list(s.parts)) for s in self._segments if s.stored != s.version]
             for segment, version, parts in work:
-                with self._run.storage.create(segment.name) as sink:
-                    rest = segment.encode(parts)
-                    while rest:
-                        rest = rest[sink.write(rest) or len(rest) :]
+                parquet.store(self._run.storage, segment.name, segment.table(parts))
                 with self._lock:
                     segment.stored = version
                     # Combine small batches, so that the next flush of the open segment encodes faster.

@@ -83,7 +83,7 @@ class TelemetryLog:
             rows, given, dropped = list(self._rows), self._given, self._dropped
             sealed = len(rows) >= SEGMENT_ROWS or time.monotonic() - self._since >= SEGMENT_S
         if rows and given != self._stored:
-            _write(self._run, _Segment("raw", self._writer, self._next, self._next).file, table(rows))
+            parquet.store(self._run.storage, _Segment("raw", self._writer, self._next, self._next).path, table(rows))
             self._stored = given
         if rows and sealed:
             with self._lock:
@@ -93,7 +93,6 @@ class TelemetryLog:
         if time.monotonic() - self._thinned_at >= SEGMENT_S:
             self._thinned_at = time.monotonic()
             thin(self._run, before=time.time() - RAW_S, below=self._next, writer=self._writer)
-        pa.default_memory_pool().release_unused()  # else Arrow keeps some MiB more every minute, for a time
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -125,7 +124,8 @@ def thin(run: RunDir, before: float, below: int, writer: int = 0) -> None:
         numbers.append(segment.first)
         done.append(segment)
     if parts:
-        _write(run, _Segment("thin", writer, numbers[0], numbers[-1]).file, _thinned(pa.concat_tables(parts)))
+        thinned = _thinned(pa.concat_tables(parts))
+        parquet.store(run.storage, _Segment("thin", writer, numbers[0], numbers[-1]).path, thinned)
     for segment in done:
         run.storage.delete(segment.path)
 
@@ -220,13 +220,6 @@ def _covered(segments: Iterable[_Segment]) -> set[_Segment]:
     """The raw segments that a thin one covers, whether they still exist or not."""
     thin = [segment for segment in segments if segment.kind == "thin"]
     return {_Segment("raw", s.writer, number, number) for s in thin for number in range(s.first, s.last + 1)}
-
-
-def _write(run: RunDir, name: str, rows: pa.Table) -> None:
-    data = parquet.encode(rows)
-    with run.storage.create(f"{SAMPLES}/{name}") as file:
-        while data:
-            data = data[file.write(data) or len(data) :]
 
 
 def _read(run: RunDir, segment: _Segment, columns: Sequence[str] | None = None) -> pa.Table | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from raydist.faults import Drain, KillNode
+from raydist.faults import Drain, FullSharedMemory, KillNode
 from tests import forked
 from tests.exact import exact
 from tests.faults.conftest import LONG, STEPS, write
@@ -43,11 +43,12 @@ def left_on(host: Host) -> list[str]:
 
 def test_a_killed_node_and_a_drained_one(project: Any, cluster: Cluster) -> None:
     """Two replicas of two stages: the node of one stage is killed, with all processes below its raylet; once there is another node
-    the run continues, with the bits of an undisturbed one without stages. A drain notice for the node of rank 1 costs no step; Ray
-    removes the node when nothing runs on it any more."""
+    the run continues, with the bits of an undisturbed one without stages. A full /dev/shm costs no step, and so does a drain notice
+    for the node of rank 1; Ray removes the node when nothing runs on it any more."""
     project.train("node-no-fault", *JOB, "--set", "cluster.workers=1", own_model=False)
     head, *others = cluster.hosts
-    faults = write(project, "node-faults", [KillNode(rank=1, step=5), Drain(rank=1, step=STEPS - 1)])
+    full = FullSharedMemory(rank=2, step=STEPS // 2, seconds=2.0)
+    faults = write(project, "node-faults", [KillNode(rank=1, step=5), full, Drain(rank=1, step=STEPS - 1)])
     command = [
         "raydist",
         "train",
@@ -82,7 +83,8 @@ def test_a_killed_node_and_a_drained_one(project: Any, cluster: Cluster) -> None
     assert 1 in first[lost]
     (failure,) = project.events("node-faults", "failure")
     assert failure["fault"] in ("node_died", "worker_died")  # Ray may report the workers' death before the node's
-    assert [(e["rank"], e["fault"]) for e in project.events("node-faults", "fault")] == [(1, "kill_node"), (1, "drain")]
+    happened = [(e["rank"], e["fault"]) for e in project.events("node-faults", "fault")]
+    assert happened == [(1, "kill_node"), (2, "full_shared_memory"), (1, "drain")]
     assert exact(project.steps("node-faults")) == exact(project.steps("node-no-fault"))
     (drained,) = (nodes[host] for host, ranks in last.items() if 1 in ranks)
     cluster.wait_until(lambda: not cluster.nodes()[drained][1])

@@ -140,6 +140,11 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
             "train.virtual_ranks=4 & train.compile=blocks & model.name=mixtral",
             "train.compile: 'blocks' does not go with train.virtual_ranks for a model with experts: each shape is",
         ),
+        (
+            "comm.options={ratio: 0.1}",
+            "comm.options: {'ratio': 0.1} belongs to a compressor, and compress: none has none",
+        ),
+        ("comm.error_feedback=true", "comm.error_feedback: True belongs to a compressor, and compress: none has none"),
         ("train.virtual_ranks=4 & comm.compress=int8", "comm.compress: 'int8' does not go with train.virtual_ranks"),
         (
             "train.virtual_ranks=4 & precision.reduce=bf16",

@@ -273,13 +273,15 @@ def bad(step: int) -> list[dict[str, Any]]:
 BAD = bad(20)
 
 
-@pytest.mark.parametrize("parts", [4, 8])
-@pytest.mark.parametrize("strategy", registry.names("parallel"))
+@pytest.mark.parametrize(
+    ("strategy", "parts"), [(name, (4, 8)[i % 2]) for i, name in enumerate(registry.names("parallel"))]
+)
 def test_fifty_steps_on_a_random_schedule_of_ranks(
     ranks: Any, dataset: str, tmp_path: Path, of_one: Callable[[int], Run], strategy: str, parts: int
 ) -> None:
     """On 1 to 4 ranks in a random order, each for a random number of steps, through bad numbers and a kill: the losses, norms,
-    evaluations, weights, optimizer state and moved expert biases of one rank, to the bit."""
+    evaluations, weights, optimizer state and moved expert biases of one rank, to the bit. One or several virtual ranks on each of
+    four; each strategy with other numbers of them: tests/contracts/test_virtual_ranks.py."""
     draw = random.Random(f"{strategy} {parts}")
     changing = Run(ranks, dataset, tmp_path, strategy, EXPERTS, long(FIFTY, parts))
     ends = [*sorted(draw.sample(range(2, FIFTY - 4), 3)), FIFTY]

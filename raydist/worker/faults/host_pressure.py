@@ -1,5 +1,5 @@
-"""Faults of a rank's host: stops from outside, other processes on its processor, a CPU quota, no pids, no memory. They end by
-themselves.
+"""Faults of a rank's host: stops from outside, other processes on its processor, a CPU quota, no pids, no memory, a full /dev/shm.
+They end by themselves.
 
 Runs in: a rank of a run with faults. Neither torch nor ray.
 """
@@ -7,6 +7,8 @@ Runs in: a rank of a run with faults. Neither torch nor ray.
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
 import resource
 import subprocess
@@ -15,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from raydist.cgroups import cgroup
 from raydist.worker.faults import InjectedError
@@ -26,6 +30,8 @@ _PERIOD_US = 100_000
 _NOTICED_S = 1.0
 """In which those that watch a process notice its new control group, where the kernel counts its kill (launch/oom_detector.py)."""
 _STARVED_S = 20.0
+_SHM = "/dev/shm"
+_REFILLED_S = 0.05
 _NOWHERE: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 
 
@@ -98,6 +104,61 @@ def no_processes(seconds: float) -> threading.Timer:
     timer = _timer(seconds, lambda: resource.setrlimit(resource.RLIMIT_NPROC, before))
     resource.setrlimit(resource.RLIMIT_NPROC, (1, before[1]))
     return timer
+
+
+def fill_shared_memory(seconds: float, limit_mb: int) -> Callable[[], None]:
+    """Takes every free page of /dev/shm, and those that others free meanwhile. Returns what gives them back earlier; the kernel
+    does if this process is killed, because the file has no name.
+
+    Raises InjectedError, and takes nothing, if more than that is free, it would take half of the available memory, or another user
+    has files there.
+    """
+    free = _free()
+    others = [entry.name for entry in os.scandir(_SHM) if entry.stat(follow_symlinks=False).st_uid != os.geteuid()]
+    if others:
+        raise InjectedError(f"full_shared_memory: {_SHM}/{others[0]} is another user's, who needs that memory, too")
+    if free > limit_mb << 20:
+        raise InjectedError(f"full_shared_memory: limit_mb: {limit_mb}, but {free >> 20} MiB of {_SHM} are free")
+    if 2 * free > psutil.virtual_memory().available:
+        raise InjectedError(f"full_shared_memory: {free >> 20} MiB are over half of this host's available memory")
+    file = os.open(_SHM, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
+    taken, ended = _take(file, 0), threading.Event()
+
+    def hold() -> None:
+        until, size = time.monotonic() + seconds, taken
+        while not ended.wait(_REFILLED_S) and time.monotonic() < until:
+            size = _take(file, size)
+        os.ftruncate(file, 0)  # first: a process that this one has forked holds the file, too
+        os.close(file)
+
+    holder = threading.Thread(target=hold, name="raydist-fault", daemon=True)
+    holder.start()
+
+    def end() -> None:
+        ended.set()
+        holder.join()
+
+    return end
+
+
+def _take(file: int, size: int) -> int:
+    """Makes a file of that size as large as its file system has room for; returns its new size."""
+    chunk = max(_free(), 1) // mmap.PAGESIZE * mmap.PAGESIZE
+    while chunk >= mmap.PAGESIZE:
+        try:
+            os.posix_fallocate(file, size, chunk)
+            size += chunk
+            chunk = _free() // mmap.PAGESIZE * mmap.PAGESIZE
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            chunk = chunk // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+    return size
+
+
+def _free() -> int:
+    space = os.statvfs(_SHM)
+    return space.f_bavail * space.f_frsize
 
 
 @contextlib.contextmanager

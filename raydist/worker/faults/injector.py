@@ -217,6 +217,8 @@ class Injector:
                 self._lasting = _open_all(lasting)
             case faults.NoProcesses(seconds=lasting):
                 self._lasting = host_pressure.no_processes(lasting)
+            case faults.FullSharedMemory(seconds=lasting, limit_mb=limit):
+                host_pressure.fill_shared_memory(lasting, limit)
             case faults.SlowNetwork(seconds=lasting, bytes_per_s=rate):
                 links.slow(lasting, rate)
             case faults.OneWayCut(seconds=lasting):
@@ -227,7 +229,9 @@ class Injector:
                 self._agent("clock", seconds=ahead)
             case faults.ClockJump(seconds=ahead):
                 clock.jump(ahead)
-            case faults.BadNumber() | faults.ExpertImbalance() | faults.ScaleGradient() | faults.LearningRate():
+            case faults.BadNumber() | faults.ExpertImbalance() | faults.ScaleGradient() | faults.ScaleActivations():
+                self._numbers.begin(fault, fault.step + fault.steps - 1)
+            case faults.LearningRate():
                 self._numbers.begin(fault, fault.step + fault.steps - 1)
             case faults.LossSpike():
                 self._numbers.begin(fault, fault.step)

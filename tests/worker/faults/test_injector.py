@@ -48,6 +48,7 @@ from raydist.faults import (
     OneWayCut,
     Raise,
     ReadOnly,
+    ScaleActivations,
     ScaleGradient,
     SlowDisk,
     SlowNetwork,
@@ -65,6 +66,7 @@ from raydist.spec.experts import Experts
 from raydist.worker.faults import InjectedError, host_pressure, run_processes
 from raydist.worker.faults.injector import Injector
 from raydist.worker.model._moe import MixtureOfExperts
+from tests.needs import MAP_ROOT, require
 from tests.processes import command_line
 from tests.training import alone
 
@@ -184,6 +186,24 @@ def test_a_gradient_and_a_rate_are_multiplied_for_a_time(tmp_path: Path) -> None
     assert [(rates, lr) for _, rates, lr in found] == [({1.0}, 1.0)] * 3 + [({3.0}, 1.0), ({1.0}, 1.0)]
     made, _ = injector(RunDir(tmp_path), ScaleGradient(step=1, parameter="1.weigth"))
     with pytest.raises(InjectedError, match=r"scale_gradient: parameter: '1\.weigth'.*did you mean \"1\.weight\""):
+        made.attach(model)
+
+
+def test_the_output_of_a_layer_is_multiplied_for_a_time(tmp_path: Path) -> None:
+    """In training, not in evaluations; a hook that was there before reads what comes out. A layer that is not there is named."""
+    model, seen = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False)), list[float]()
+    for p in model.parameters():
+        nn.init.constant_(p, 0.5)
+    model[0].register_forward_hook(lambda module, arguments, output: seen.append(float(output.detach()[0])))
+    made, heartbeat = injector(RunDir(tmp_path), ScaleActivations(step=2, layer="0", factor=4.0, steps=2))
+    made.attach(model)
+    for step in range(1, 5):
+        assert steps(heartbeat, step, step) == []
+        assert model.train()(torch.ones(2)).item() == seen[-1]
+        assert model.eval()(torch.ones(2)).item() == 1.0
+    assert seen[::2] == [1.0, 4.0, 4.0, 1.0]
+    made, _ = injector(RunDir(tmp_path), ScaleActivations(step=1, layer="1"))
+    with pytest.raises(InjectedError, match="scale_activations: layer: '1' is not in the model"):
         made.attach(model)
 
 
@@ -536,6 +556,58 @@ def test_the_pressure_of_a_host_ends() -> None:
     while left := list(Path("/sys/fs/cgroup").glob(f"**/raydist-fault-{run.pid}")):
         assert time.monotonic() < until, left
         time.sleep(0.1)
+
+
+FULL_SHM = """
+import errno
+import os
+from pathlib import Path
+from raydist.worker.faults import InjectedError, host_pressure
+
+own = Path("/dev/shm/own")
+
+
+def full(seconds, limit):
+    try:
+        return host_pressure.fill_shared_memory(seconds, limit)
+    except InjectedError as error:
+        print(error)
+
+
+def room():
+    try:
+        own.write_bytes(bytes(1 << 20))
+        return "room"
+    except OSError as error:
+        return errno.errorcode[error.errno]
+
+
+print(room())
+own.unlink()
+full(600.0, 1)
+end = full(600.0, 8)
+print(room(), os.listdir("/dev/shm"))
+end()
+print(room(), os.listdir("/dev/shm"))
+if os.geteuid() == 0:
+    os.chown(own, 12345, -1)
+    full(600.0, 8)
+"""
+
+
+def test_a_full_shared_memory_is_given_back() -> None:
+    """In a mount namespace with 8 MiB in /dev/shm: nothing is taken where more are free than the limit, or a file is another
+    user's. Then nothing is free, and no name is left. At its end all is free again; the machine's own is not touched."""
+    require("util-linux")
+    mounted = 'mount -t tmpfs -o size=8m,mode=1777 tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", *MAP_ROOT, "sh", "-c", mounted, "sh", sys.executable, "-c", FULL_SHM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    told = done.stdout.splitlines()
+    assert told[0] == "room"
+    assert told[1] == "full_shared_memory: limit_mb: 1, but 8 MiB of /dev/shm are free"
+    assert told[2:4] == ["ENOSPC ['own']", "room ['own']"]
+    if not MAP_ROOT:
+        assert told[4] == "full_shared_memory: /dev/shm/own is another user's, who needs that memory, too"
 
 
 def test_memory_leaks_in_each_step(tmp_path: Path) -> None:
