@@ -58,6 +58,8 @@ def play(scenario: Scenario, seed: int, wide: bool) -> Score:
     if not healthy:
         # Ranks can be compared from the first seconds of a run on; the others need a history of losses or evaluations.
         run.fault_at = 0 if scenario.begins else int(rng.uniform(4 if scenario.culprit == "rank" else 40, 80))
+    elif scenario.loss is not None:
+        run.fault_at = 0  # what is odd about its losses is there from the start
     run.text = scenario.text(run)
     run.loss_hook = scenario.loss
     spec = {"optim": {"lr": 1e-3, "schedule": {"warmup": 0.1}}, "train": {"global_batch": 64, "steps": 10**6},

@@ -125,6 +125,11 @@ def diverge(run: Run, loss: float, norm: float) -> tuple[float, float]:
     return loss + float(rise) + 0.1 * float(run.rng.standard_normal()), norm * float(1 + 4 * (1 - np.exp(-since / 10)))
 
 
+def in_blocks(run: Run, loss: float, norm: float) -> tuple[float, float]:
+    """Data that is not shuffled: blocks of 20 steps, every other one harder."""
+    return loss * (1.0 if run.step % 40 < 20 else 1.0 + 0.15 * run.size), norm
+
+
 def overflow(run: Run, loss: float, norm: float) -> tuple[float, float]:
     """Norms that are not finite."""
     return loss, float("inf") if run.rng.random() < 0.4 + 0.5 * run.size else norm

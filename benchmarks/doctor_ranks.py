@@ -160,14 +160,14 @@ SCENARIOS = [
         "slow storage",
         ("checkpoint_cost",),
         ({"fault": "slow_disk", "seconds": 150, "bytes_per_s": 200 << 10, "on": "all"},),
-        spec={"checkpoint": {"every": 50, "asynchronous": False}},
+        spec={"checkpoint": {"every": 20, "asynchronous": False}},
         culprit="checkpoint.every",
     ),
     Scenario(
         "evaluation takes long",
         ("evaluation_cost",),
         ({"fault": "slow_rank", "seconds": 3, "steps": LONG, "phase": "eval"},),
-        spec={"eval": {"every": 50, "batches": 4}},
+        spec={"eval": {"every": 20, "batches": 4}},
         culprit="eval.every",
     ),
     Scenario(
@@ -191,6 +191,7 @@ SCENARIOS = [
         "learning rate is 1000 times",
         ("lr_too_high",),
         ({"fault": "learning_rate", "factor": 1000.0, "steps": LONG, "on": "all"},),
+        spec={"optim": {"lr": 1e-3, "schedule": {"warmup": 10}}},
         culprit="optim.lr",
     ),
     Scenario(

@@ -14,6 +14,7 @@ from doctor_effects import (
     collecting,
     diverge,
     hang,
+    in_blocks,
     link,
     loader,
     loads,
@@ -340,6 +341,7 @@ HEALTHY = [
         2,
         text=lambda run: {"node": lambda run, node: {"rdma_out_bytes": 40.0 * run.node_totals[node]["nic_out_bytes"]}},
     ),
+    Scenario("data in blocks", (), "", quiet, 0.5, 1.5, loss=in_blocks, step_s=(0.1, 0.3)),
     Scenario("a router that is not even", (), "", text=lambda run: {"loads": loads}),
     Scenario(
         "errors that memory corrects now and then",

@@ -300,6 +300,10 @@ def test_a_bad_batch_and_a_high_learning_rate_differ() -> None:
         one, big = np.resize(losses, 800), np.resize(norms, 800)
         one[at], big[at] = 6.0, 20.0
         assert [found.figures["step"] for found in judged(steps(one, big), every=looks)] == [at + 1]
+    in_blocks = losses * np.where(np.arange(200) % 40 < 20, 1.0, 1.1)  # data that is not shuffled
+    assert judged(steps(in_blocks, norms)) == []
+    in_blocks[150:] += 1.5
+    assert [found.rule for found in judged(steps(in_blocks, norms))] == ["lr_too_high"]
     rises, grows = losses.copy(), norms.copy()
     rises[150:] += 1.5
     grows[150:] *= 5
