@@ -58,6 +58,8 @@ def play(scenario: Scenario, seed: int, wide: bool) -> Score:
     if not healthy:
         # Ranks can be compared from the first seconds of a run on; the others need a history of losses or evaluations.
         run.fault_at = 0 if scenario.begins else int(rng.uniform(4 if scenario.culprit == "rank" else 40, 80))
+    elif scenario.loss is not None:
+        run.fault_at = 0  # what is odd about its losses is there from the start
     run.text = scenario.text(run)
     run.loss_hook = scenario.loss
     spec = {"optim": {"lr": 1e-3, "schedule": {"warmup": 0.1}}, "train": {"global_batch": 64, "steps": 10**6},
@@ -81,7 +83,8 @@ def play(scenario: Scenario, seed: int, wide: bool) -> Score:
         return Score(scenario.name, "", False, False, false, None)
     at, finding = first
     named = {"rank": finding.rank == run.rank, "node": finding.culprit.get("node") == f"10.0.0.{run.node(run.rank) + 1}",
-             "step": "step" in finding.culprit, "parameter": "parameter" in finding.culprit}  # fmt: skip
+             "step": "step" in finding.culprit, 
+             "parameter": finding.culprit.get("parameter", "").startswith(("blocks.17", "blocks.1.moe"))}  # fmt: skip
     right = named.get(scenario.culprit, finding.culprit.get("setting") == scenario.culprit)
     return Score(scenario.name, finding.rule, right, finding.rule in scenario.rules, false, at - run.fault_at)
 

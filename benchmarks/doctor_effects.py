@@ -125,20 +125,35 @@ def diverge(run: Run, loss: float, norm: float) -> tuple[float, float]:
     return loss + float(rise) + 0.1 * float(run.rng.standard_normal()), norm * float(1 + 4 * (1 - np.exp(-since / 10)))
 
 
+def in_blocks(run: Run, loss: float, norm: float) -> tuple[float, float]:
+    """Data that is not shuffled: blocks of 20 steps, every other one harder."""
+    return loss * (1.0 if run.step % 40 < 20 else 1.0 + 0.15 * run.size), norm
+
+
 def overflow(run: Run, loss: float, norm: float) -> tuple[float, float]:
     """Norms that are not finite."""
     return loss, float("inf") if run.rng.random() < 0.4 + 0.5 * run.size else norm
 
 
 def sizes(run: Run) -> dict[str, Any]:
-    """Gradients of 40 parameters, with sizes of their own that drift; of one of them vanishing or exploding."""
+    """Gradients of 40 parameters, and outputs of as many layers, with sizes of their own that drift; one of them vanishes or
+    explodes. Half of the outputs begin next to zero, as those of weights that begin at zero. What a layer puts out its gradient
+    follows."""
     own = run.text.setdefault("own", 10.0 ** run.rng.uniform(-5, -2, 40))
+    out = run.text.setdefault("out", 10.0 ** run.rng.uniform(-1, 1, 40))
     run.text["drift"] = 0.9 * run.text.get("drift", 0.0) + 0.3 * run.rng.standard_normal(40)
-    sizes = own * np.exp(run.text["drift"] - 0.002 * run.step)
-    if run.on and run.text.get("goes"):
+    gradients = own * np.exp(run.text["drift"] - 0.002 * run.step)
+    outputs = out * np.exp(0.3 * run.text["drift"])
+    outputs[::2] *= min(1.0, 0.01 + run.step / 300)
+    if run.on and (goes := run.text.get("goes") or run.text.get("puts_out")):
         since = run.step - run.text.setdefault("hit", run.step)
-        sizes[17] *= np.exp(run.text["goes"] * min(0.15 * since, 7.5 + 3 * run.size))
-    return {"step": run.step, "sizes": {f"blocks.{i}.weight": float(size) for i, size in enumerate(sizes)}}
+        times = np.exp(goes * min(0.15 * since, 7.5 + 3 * run.size))
+        gradients[17] *= times
+        if run.text.get("puts_out"):
+            outputs[17] *= times
+            outputs[18:25] *= times
+    return {"gradients": {f"blocks.{i}.weight": float(size) for i, size in enumerate(gradients)},
+            "activations": {f"blocks.{i}": float(size) for i, size in enumerate(outputs)}}  # fmt: skip
 
 
 def overfit(run: Run) -> float:

@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 
 from raydist import faults
-from raydist.diagnosis import Diagnosis
-from raydist.diagnosis.layer_gradients import sizes
+from raydist.diagnosis import Diagnosis, sizes
 from raydist.observe.node_monitor import NodeMonitor
 from raydist.records import Event, Finding
 from raydist.run.directory import RunDir
@@ -76,6 +75,7 @@ SLOW = {"fault": "slow_rank", "seconds": 0.5, "steps": LONG}
 NETWORK = {"fault": "slow_network", "seconds": 150, "bytes_per_s": 1 << 20, "on": "all"}
 LAYER = "blocks.1.mlp.down.weight"
 GRADIENT = {"fault": "scale_gradient", "parameter": LAYER, "steps": LONG, "on": "all"}
+OUTPUT = {"fault": "scale_activations", "layer": LAYER.removesuffix(".weight"), "steps": LONG, "on": "all"}
 SCENARIOS = [
     Scenario("SIGSTOP bursts", ("process_stopped",), ({"fault": "pause", "seconds": 0.5, "gap": 0.7, "stops": 60},)),
     Scenario("one SIGSTOP of 5 s", ("process_stopped",), ({"fault": "pause", "seconds": 5, "stops": 1},)),
@@ -107,6 +107,11 @@ SCENARIOS = [
         "fewer PCIe lanes",
         ("pcie_narrow",),
         (SLOW, reading("gpu_pcie_width", 4), reading("gpu_pcie_width", 16, "others")),
+    ),
+    Scenario(
+        "memory that corrects errors",
+        ("gpu_ecc_retries",),
+        (SLOW, reading("gpu_ecc_corrected", 50), reading("gpu_ecc_corrected", 0, "others")),
     ),
     Scenario("XID", ("gpu_errors",), (reading("gpu_xid", 79), {**reading("gpu_xid_count", 1), "seconds": 1})),
     Scenario("ECC", ("gpu_errors",), ({**reading("gpu_ecc_errors", 2), "seconds": 1},)),
@@ -154,15 +159,15 @@ SCENARIOS = [
     Scenario(
         "slow storage",
         ("checkpoint_cost",),
-        ({"fault": "slow_disk", "seconds": 150, "bytes_per_s": 1 << 20, "on": "all"},),
-        spec={"checkpoint": {"every": 100, "asynchronous": False}},
+        ({"fault": "slow_disk", "seconds": 150, "bytes_per_s": 200 << 10, "on": "all"},),
+        spec={"checkpoint": {"every": 20, "asynchronous": False}},
         culprit="checkpoint.every",
     ),
     Scenario(
         "evaluation takes long",
         ("evaluation_cost",),
         ({"fault": "slow_rank", "seconds": 3, "steps": LONG, "phase": "eval"},),
-        spec={"eval": {"every": 200, "batches": 4}},
+        spec={"eval": {"every": 20, "batches": 4}},
         culprit="eval.every",
     ),
     Scenario(
@@ -186,6 +191,7 @@ SCENARIOS = [
         "learning rate is 1000 times",
         ("lr_too_high",),
         ({"fault": "learning_rate", "factor": 1000.0, "steps": LONG, "on": "all"},),
+        spec={"optim": {"lr": 1e-3, "schedule": {"warmup": 10}}},
         culprit="optim.lr",
     ),
     Scenario(
@@ -199,6 +205,20 @@ SCENARIOS = [
         "a layer's gradient explodes",
         ("layer_gradients",),
         ({**GRADIENT, "factor": 1e6},),
+        spec={"observe": {"histograms": 4}},
+        culprit="parameter",
+    ),
+    Scenario(
+        "a layer's output vanishes",
+        ("layer_activations",),
+        ({**OUTPUT, "factor": 1e-6},),
+        spec={"observe": {"histograms": 4}},
+        culprit="parameter",
+    ),
+    Scenario(
+        "a layer's output explodes",
+        ("layer_activations",),
+        ({**OUTPUT, "factor": 1e6},),
         spec={"observe": {"histograms": 4}},
         culprit="parameter",
     ),
@@ -270,6 +290,8 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
         "cluster": {"workers": world},
         **scenario.spec,
     }
+    if any(one.get("phase") == "eval" for one in scenario.faults):  # only a step with an evaluation has that phase
+        step = -(-step // spec["eval"]["every"]) * spec["eval"]["every"]
     if scenario.hook:
         spec["hooks"] = [{"name": "doctor_ranks:SlowHook", "options": {"first": step}}]
     asked = [
@@ -328,11 +350,13 @@ def play(scenario: Scenario, seed: int, world: int, folder: Path) -> dict[str, A
         for each in monitors:
             each.close()
     assert not diagnosis.problems, diagnosis.problems
+    assert not scenario.faults or faults.read_notes(run), "no fault was injected"
     at, one = told[0] if told else (None, None)
     took = at - begun if at and begun and (scenario.faults or scenario.hook) else None
     named = one is not None and {
         "rank": one.rank == rank, "step": one.culprit.get("step") == step, "expert_rank": one.culprit.get("expert_rank") == 0,
-        "node": one.culprit.get("node") == nodes[rank], "parameter": one.culprit.get("parameter") == LAYER,
+        "node": one.culprit.get("node") == nodes[rank], 
+        "parameter": one.culprit.get("parameter") in (LAYER, LAYER.removesuffix(".weight")),
         "layer": one.culprit.get("parameter", "").startswith("blocks."),
     }.get(scenario.culprit, one.culprit.get("setting") == scenario.culprit)  # fmt: skip
     return {

@@ -178,7 +178,7 @@ def _between(run: Run, events: list[Event], at: float) -> dict[str, float]:
             run.text["sent"] = True
             events.append(Event(made_event[0], at, made_event[1]))
     if "sizes" in run.text and run.step % 10 == 0:
-        events.append(Event("gradient_sizes", at, run.text["sizes"](run)))
+        events.append(Event("layer_sizes", at, {"step": run.step, **run.text["sizes"](run)}))
     return made
 
 
@@ -230,7 +230,15 @@ def _gpu_row(run: Run, rank: int, at: float) -> dict[str, Any]:
            "gpu_temperature_celsius": 62 + 3 * float(noise()), "gpu_power_watts": 600 + 20 * float(noise()),
            "gpu_power_limit_watts": 700.0, "gpu_other_bytes": 0, "gpu_pcie_width": 16, "gpu_nvlink_count": 18,
            "gpu_name": "H", "gpu_xid_count": 0,
-           "gpu_ecc_errors": 0}  # fmt: skip
+           "gpu_ecc_errors": 0, "gpu_ecc_corrected": _corrected(run, rank)}  # fmt: skip
     if run.on and rank == run.rank:
         row |= run.text.get("gpu", {})
     return row
+
+
+def _corrected(run: Run, rank: int) -> int:
+    """Errors that the GPU's memory has corrected so far."""
+    made: dict[int, int] = run.text.setdefault("corrected", {})
+    rate = run.text.get("ecc", lambda run, rank: 0.0)(run, rank)
+    made[rank] = made.get(rank, 0) + int(run.rng.poisson(rate) if rate else 0)
+    return made[rank]

@@ -14,6 +14,7 @@ from doctor_effects import (
     collecting,
     diverge,
     hang,
+    in_blocks,
     link,
     loader,
     loads,
@@ -104,6 +105,18 @@ SCENARIOS = [
         "other process on the GPU", ("gpu_shared",), "rank", waiting, 0.4, 1.5, True, text=_gpu(gpu_other_bytes=6 << 30)
     ),
     Scenario("fewer PCIe lanes", ("pcie_narrow",), "rank", waiting, 0.4, 1.5, True, text=_gpu(gpu_pcie_width=4)),
+    Scenario(
+        "memory that corrects errors",
+        ("gpu_ecc_retries",),
+        "rank",
+        waiting,
+        0.4,
+        1.5,
+        True,
+        text=lambda run: {
+            "ecc": lambda run, rank: 10.0 ** (0.5 + 2 * run.size) if run.on and rank == run.rank else 0.0
+        },
+    ),
     Scenario("XID", ("gpu_errors",), "rank", quiet, gpus=True, text=_gpu(gpu_xid_count=1, gpu_xid=79)),
     Scenario("ECC", ("gpu_errors",), "rank", quiet, gpus=True, text=_gpu(gpu_ecc_errors=3)),
     Scenario(
@@ -245,6 +258,22 @@ SCENARIOS = [
         step_s=(0.1, 0.5),
     ),
     Scenario(
+        "a layer's output vanishes",
+        ("layer_activations",),
+        "parameter",
+        quiet,
+        text=lambda run: {"sizes": sizes, "puts_out": -1},
+        step_s=(0.1, 0.5),
+    ),
+    Scenario(
+        "a layer's output explodes",
+        ("layer_activations",),
+        "parameter",
+        quiet,
+        text=lambda run: {"sizes": sizes, "puts_out": 1},
+        step_s=(0.1, 0.5),
+    ),
+    Scenario(
         "overfitting",
         ("overfitting",),
         "train.steps",
@@ -312,6 +341,15 @@ HEALTHY = [
         2,
         text=lambda run: {"node": lambda run, node: {"rdma_out_bytes": 40.0 * run.node_totals[node]["nic_out_bytes"]}},
     ),
+    Scenario("data in blocks", (), "", quiet, 0.5, 1.5, loss=in_blocks, step_s=(0.1, 0.3)),
     Scenario("a router that is not even", (), "", text=lambda run: {"loads": loads}),
+    Scenario(
+        "errors that memory corrects now and then",
+        (),
+        "",
+        crowd=0.6,
+        gpus=True,
+        text=lambda run: {"ecc": lambda run, rank: 0.02 if rank == 0 else 0.0},
+    ),
     Scenario("a long run", (), "", seconds=2700, step_s=(2.0, 4.0)),
 ]

@@ -64,7 +64,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "zero1": {"strategy": "zero1"},
     "zero2": {"strategy": "zero2"},
     "zero3": {"strategy": "zero3"},
-    "tensor": {"tensor": 2},
+    "tensor": {"tensor": 2, "tensor_across_nodes": True},
     "context": {"context": 2},
     "pipeline": {"pipeline": 2},
     "interleaved": {"pipeline": 2, "chunks": 2},
@@ -149,7 +149,7 @@ def main(number: int, master: str, rounds: int) -> None:
     os.environ.update(MASTER_ADDR=master, MASTER_PORT="29500", GLOO_SOCKET_IFNAME="eth0")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=number, world_size=WORLD)
-    rank = Rank(number, WORLD, 0, torch.device("cpu"), "gloo", master, dist.new_group(backend="gloo"), ())
+    rank = Rank(number, WORLD, 0, torch.device("cpu"), "gloo", f"host {number}", dist.new_group(backend="gloo"), ())
     steps = {name: step_of(job(name), rank) for name in MESHES}
     links = rates_of_link(rank)
     order = random.Random(0)

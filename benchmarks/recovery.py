@@ -9,7 +9,8 @@ not recovered after 60 s, or that gives up, counts as 60.
 
 With `--meshes` raydist alone: four ranks of ddp, tensor 2 x pipeline 2, dp 2 x tensor 2 and dp 2 x pipeline 2, of a GPT with
 checkpoints every 20 steps, in which rank 1 gets a fault in step 30. The time is from the fault to the end of the first new step, by
-the events of the run; the ratio over ddp is of the same round.
+the events of the run; the ratio over ddp is of the same round. A step of a mesh has another duration than one of ddp, whether it is
+the first or a later one: `restart` is that time without a usual step, the median of the new attempt.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ MESH_JOB = {
 def of_mesh(mesh: str, fault: str, storage: str) -> dict[str, float]:
     """One run on a mesh with one fault: seconds to the first new step, in all and by stage, and steps lost."""
     from raydist.run.directory import RunDir
-    from raydist.run.log import read_events
+    from raydist.run.log import read_events, read_steps
 
     env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     env.pop("RAY_ADDRESS", None)
@@ -206,7 +207,10 @@ def of_mesh(mesh: str, fault: str, storage: str) -> dict[str, float]:
     events = read_events(RunDir(f"{storage}/mesh"))
     begun = next(e.at for e in events if e.kind == "fault")
     _, back = (e for e in events if e.kind == "first_step")  # --fresh goes on counting attempts
-    return {"seconds": back.at - begun, "lost": back.data["repeated_steps"], **back.data["stages"]}
+    seconds = back.at - begun
+    rows = read_steps(RunDir(f"{storage}/mesh"), columns=["attempt", "seconds"]).to_pylist()
+    usual = statistics.median(row["seconds"] for row in rows if row["attempt"] == back.data["attempt"])
+    return {"seconds": seconds, "restart": seconds - usual, "lost": back.data["repeated_steps"], **back.data["stages"]}
 
 
 def meshes(rounds: int, faults: list[str]) -> None:
@@ -218,17 +222,20 @@ def meshes(rounds: int, faults: list[str]) -> None:
             found.append({fault: {mesh: of_mesh(mesh, fault, storage) for mesh in turn} for fault in faults})
             print(f"round {i + 1}: {found[-1]}", flush=True)
     table: dict[str, dict[str, dict[str, float]]] = {}
-    stages = [key for key in found[0][faults[0]]["ddp"] if key not in ("seconds", "lost")]
-    print(
-        f"\n{'fault':6s} {'mesh':22s} {'seconds':>8s} {'/ddp':>6s} {'lost':>5s}", *(f"{stage:>10s}" for stage in stages)
-    )
+    stages = [key for key in found[0][faults[0]]["ddp"] if key not in ("seconds", "restart", "lost")]
+    columns = f"{'seconds':>8s} {'/ddp':>6s} {'restart':>8s} {'/ddp':>6s} {'lost':>5s}"
+    print(f"\n{'fault':6s} {'mesh':22s} {columns}", *(f"{stage:>10s}" for stage in stages))
     for fault in faults:
         for mesh in names:
             each = {key: statistics.median(r[fault][mesh][key] for r in found) for key in found[0][fault][mesh]}
-            ratio = statistics.median(r[fault][mesh]["seconds"] / r[fault]["ddp"]["seconds"] for r in found)
-            table.setdefault(fault, {})[mesh] = {**each, "over_ddp": ratio}
+            ratio, restarts = (
+                statistics.median(r[fault][mesh][key] / r[fault]["ddp"][key] for r in found)
+                for key in ("seconds", "restart")
+            )
+            table.setdefault(fault, {})[mesh] = {**each, "over_ddp": ratio, "restart_over_ddp": restarts}
             more = (f"{each[stage]:10.2f}" for stage in stages)
-            print(f"{fault:6s} {mesh:22s} {each['seconds']:8.2f} {ratio:6.3f} {each['lost']:5.0f}", *more)
+            both = f"{each['seconds']:8.2f} {ratio:6.3f} {each['restart']:8.2f} {restarts:6.3f}"
+            print(f"{fault:6s} {mesh:22s} {both} {each['lost']:5.0f}", *more)
     print(write("recovery_mesh", {"rounds": found, "medians": table}))
 
 

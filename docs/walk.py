@@ -208,6 +208,8 @@ def borrow(venv: Path, there: Path) -> None:
     command.write_text(f"#!{made}/bin/python\nfrom raydist.cli.main import main\nmain()\n")
     command.chmod(0o755)
     (made / ".run").touch()
+    # With the sources' times, so that what is compiled here is valid there; a raydist that is installed has been compiled, too.
+    shutil.copytree(ROOT / "raydist", there / "raydist", dirs_exist_ok=True)
 
 
 def shorten(jobs: Path) -> None:

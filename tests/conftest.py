@@ -33,7 +33,7 @@ from raydist.launch.fork_server import PRELOAD
 from raydist.storage import Storage
 from tests import forked, leftovers, needs, slow_files
 from tests.hosts import WATCHFUL, Cluster, Hosts, close_templates
-from tests.scheduling import WAITING, Scheduling
+from tests.scheduling import WAITING, Scheduling, give_way
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch.compile would start a pool of processes in each rank, each of which imports torch.
@@ -57,6 +57,7 @@ one process begins with these (tests/scheduling.py): with the longest, so that n
 
 def pytest_configure(config: pytest.Config) -> None:
     """Missing tools, slow files and leftovers are listed at the end of the session."""
+    give_way(config)
     for plugin in (needs, slow_files, leftovers):
         config.pluginmanager.register(plugin, plugin.__name__)
 
@@ -119,8 +120,12 @@ class Ranks:
 
     def _start(self) -> tuple[Any, Connection]:
         context = mp.get_context("forkserver")
-        # Imported once, 4 s of CPU time; a new rank then takes milliseconds.
-        context.set_forkserver_preload(["pytest", __name__, *PRELOAD, "tests.training", "tests.rank_preload"])
+        # Imported once, 4 s of CPU time; a new rank then takes milliseconds. In a long session many ranks compile, each of which
+        # would import the compiler, 2 s.
+        compiler = ["torch._inductor.compile_fx"] if "PYTEST_XDIST_WORKER" in os.environ else []
+        context.set_forkserver_preload(
+            ["pytest", __name__, *PRELOAD, *compiler, "tests.training", "tests.rank_preload"]
+        )
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()

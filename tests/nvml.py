@@ -31,6 +31,7 @@ class FakeGpu:
     clocks: dict[int, int] = field(default_factory=lambda: {pynvml.NVML_CLOCK_SM: 1755, pynvml.NVML_CLOCK_MEM: 3201})
     reasons: int = 0
     ecc: int = 0
+    corrected: int = 0
     lanes: int = 16
     links: str = "+" * 18
     """The state of each NVLink: + is up, - is down."""
@@ -139,8 +140,10 @@ class FakeNvml:
         return self._called("nvmlDeviceGetCurrentClocksEventReasons", handle).reasons
 
     def nvmlDeviceGetTotalEccErrors(self, handle: Any, errorType: int, counterType: int) -> int:
-        assert (errorType, counterType) == (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
-        return self._called("nvmlDeviceGetTotalEccErrors", handle).ecc
+        assert counterType == pynvml.NVML_VOLATILE_ECC
+        gpu = self._called("nvmlDeviceGetTotalEccErrors", handle)
+        assert errorType in (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED)
+        return gpu.ecc if errorType == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED else gpu.corrected
 
     def nvmlDeviceGetFieldValues(self, handle: Any, fieldIds: list[tuple[int, int]]) -> Any:
         gpu = self._called("nvmlDeviceGetFieldValues", handle)

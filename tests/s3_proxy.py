@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 
@@ -33,3 +34,31 @@ class Proxy:
     def _serve(self, client: socket.socket) -> None:
         with contextlib.suppress(OSError), client:
             self.serve(client)
+
+
+class Counting(Proxy):
+    """Passes everything on. `ranges`: (first, last) byte of each range of an object that was requested."""
+
+    def __init__(self, server: str) -> None:
+        self._requests: list[bytearray] = []
+        super().__init__(server)
+
+    def serve(self, client: socket.socket) -> None:
+        """Passes both directions on, and keeps what the client sends."""
+        self._requests.append(sent := bytearray())
+        with socket.create_connection(self.server) as server:
+            threading.Thread(target=_copy, args=(server, client), daemon=True).start()
+            while data := client.recv(65536):
+                sent += data
+                server.sendall(data)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        found = (re.findall(rb"\r\nrange: *bytes=(\d+)-(\d+)\r\n", bytes(sent), re.I) for sent in self._requests)
+        return [(int(first), int(last)) for of_connection in found for first, last in of_connection]
+
+
+def _copy(server: socket.socket, client: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := server.recv(65536):
+            client.sendall(data)

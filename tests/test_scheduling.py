@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.scheduling import ALONE, WAITING, Scheduling
+from tests.scheduling import ALONE, WAITING, Scheduling, give_way
 
 ROOT = Path(__file__).parents[1]
 LONE = ALONE[0]
@@ -82,6 +82,19 @@ def test_each_test_runs_once_and_some_alone(processes: int, lone: int, waiting: 
             assert {tests[test] for node, test in ran if node == "gw2"} <= {*wait, *(t for t in tests if LONE in t)}
             if wait and len(others) > 4:
                 assert tests[next(test for node, test in ran if node == "gw2")] == wait[0]
+
+
+def test_two_of_three_processes_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the third one, whose tests wait; two processes, or one without xdist, have the niceness that they were given."""
+    nicer: list[int] = []
+    monkeypatch.setattr("os.nice", nicer.append)
+    for processes, times in ((3, 2), (2, 0)):
+        for i in range(processes):
+            give_way(SimpleNamespace(workerinput={"workerid": f"gw{i}", "workercount": processes}))  # type: ignore[arg-type]
+        assert len(nicer) == times
+        nicer.clear()
+    give_way(SimpleNamespace())  # type: ignore[arg-type]
+    assert nicer == []
 
 
 def test_each_entry_exists() -> None:

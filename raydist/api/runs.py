@@ -167,10 +167,13 @@ class Run(Started[RunDir]):
 
     def doctor(self) -> dict[str, Any]:
         """What is wrong with it, live or over, as `raydist doctor --json` prints it: findings, looked, blind."""
+        from raydist.api.fitting import say_what_fits
         from raydist.diagnosis import examine
         from raydist.report import doctor
 
-        return doctor.facts(examine(self.folder))
+        made = examine(self.folder)
+        say_what_fits(self.folder, made)
+        return doctor.facts(made)
 
     def profile(
         self, duration: float = 60.0, interval: float = 10.0, metrics: Sequence[str] | None = None

@@ -10,52 +10,49 @@ import uuid
 from pathlib import Path
 
 from raydist import registry
-from raydist.errors import UserError
 from raydist.spec import JobSpec, parse
-from raydist.spec.huggingface import HUB, download
+from raydist.spec.huggingface import HUB, download, read_config
 from raydist.storage import Storage
 
 CACHE = ".hub"
 """In the folder of the runs: models that were downloaded."""
-FILES = ("*.json", "model*.safetensors")
-"""What a model needs of a repository; some have the same weights a second time, in another format."""
+FILES = ("*.json", "*.jinja", "model*.safetensors")
+"""What a model, its tokenizer and its template need of a repository; some have the same weights again, in another format."""
 COPY = "copy"
 """On an object store: the file that names the folder with the files of a model. It is written when all of them are there."""
 _BLOCK = 16 << 20
 
 
 def local(job: JobSpec, storage: str, *, present: bool = False) -> JobSpec:
-    """`job` with absolute paths, or URIs, in `model.hf`, and absolute paths in the options of the model that name files (`FILES` of
-    its file).
+    """`job` with absolute paths, or URIs, in `model.hf` and in the options of the model that name files (`FILES` of its file).
 
-    A model of a hub is downloaded to the storage of the runs, once; on an object store `model.hf` alone, which can name a folder
-    there: the others are in huggingface_hub's own cache. `present`: it was downloaded before. Raises UserError, StorageError.
+    A model of a hub is downloaded to the storage of the runs, once. Of options on an object store the config's values are given
+    with the job, for all processes that read it. `present`: it was downloaded before. Raises UserError, StorageError.
     """
     home = Storage(storage)
-    cache = None if home.local is None else home.local / CACHE
 
-    def path(name: str) -> str:
-        if name.startswith(HUB):
-            return str(download(name, FILES, cache, present=present).absolute())
-        return Storage(name).full_uri
+    def place(name: str) -> str:
+        if not name.startswith(HUB):
+            return Storage(name).full_uri
+        if home.local is None:
+            return _copied(name, home)
+        return str(download(name, FILES, home.local / CACHE, present=present).absolute())
 
     model = job.model
     if model.hf is not None:
-        stored = home.local is None and model.hf.startswith(HUB)
-        model = model.model_copy(update={"hf": _copied(model.hf, home) if stored else path(model.hf)})
-    if named := options_with_files(job):
-        if wrong := [name for name in named.values() if "://" in name and not name.startswith(HUB)]:
-            raise UserError(
-                f"model.options: {wrong[0]}: the library reads local files alone",
-                "give a path that all nodes can read, or hf://OWNER/NAME",
-            )
-        model = model.model_copy(update={"options": {**model.options, **{key: path(n) for key, n in named.items()}}})
+        model = model.model_copy(update={"hf": place(model.hf)})
+    named = options_with_files(job)
+    if named:
+        options = {**model.options, **{key: place(name) for key, name in named.items()}}
+        described = options.get("config") or options.get("weights")
+        if isinstance(described, str) and "://" in described:
+            options["config"] = read_config(Storage(described))
+        model = model.model_copy(update={"options": options})
     if model is job.model:
         return job
     made = job.model_copy(update={"model": model})
-    if any(name.startswith(HUB) for name in named.values()):  # a config that was not there when the job was read
-        return parse(made.model_dump(mode="json"))
-    return made
+    # A config that could not be read with the job is checked now.
+    return parse(made.model_dump(mode="json")) if any("://" in name for name in named.values()) else made
 
 
 def _copied(name: str, home: Storage) -> str:

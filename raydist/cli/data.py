@@ -40,7 +40,7 @@ _Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout."
 def prepare(
     sources: _Source,
     out: Annotated[str, typer.Option(help="Folder or URI of the dataset; on a cluster, one that all nodes share.")],
-    tokenizer: Annotated[str, typer.Option(help="bytes, bpe:VOCAB, or the path of a tokenizer.json.")] = "bytes",
+    tokenizer: Annotated[str, typer.Option(help="bytes, bpe:VOCAB, or the path or URI of a tokenizer.json.")] = "bytes",
     column: Annotated[str, typer.Option(help="Column that contains the text, in JSON lines and Parquet.")] = "text",
     eval_fraction: Annotated[
         float, typer.Option(min=0.0, max=0.99, help="Share of the documents held out for evaluation.")

@@ -140,21 +140,13 @@ def _memory(job: JobSpec, memory: str, per_node: int | None, facts: Facts) -> Fa
     """With the planner's estimate of the job's own strategy, and what it would set."""
     from dataclasses import replace
 
-    from raydist.api.planning import parse_size, progress, target
-    from raydist.planner.advice import advise
+    from raydist.api.fitting import fitting
+    from raydist.api.planning import parse_size, target
     from raydist.planner.facts import Machine
-    from raydist.planner.vocabulary import vocabulary
 
     device, _ = target(job, asked=True, here=False)
     machine = Machine(job.cluster.most, per_node or 8, device, parse_size(memory))
-    words = vocabulary(job.data)
-    with progress() as measuring:
-        from raydist.planner.measure import Planner
-
-        planner = Planner(job, words, device, measuring)
-        advice = advise(job, machine, planner.model(), planner.measure)
-    own = next((row.estimate for row in advice.rows if row.strategy == job.parallel.strategy), None)
-    pick = advice.pick
+    needed, pick = fitting(job, machine)
     changes = ", ".join(f"{name}: {value}" for name, value in (pick.changes if pick else {}).items())
     gain = f"set {changes}, which needs {pick.estimate.total / 2**30:.1f} GiB" if pick and changes else ""
-    return replace(facts, needed=own.total if own else None, usable=machine.usable, pick=gain)
+    return replace(facts, needed=needed, usable=machine.usable, pick=gain)

@@ -29,6 +29,7 @@ from raydist.data import tokenizers
 from raydist.errors import PreflightError, RaydistError, UserError
 from raydist.run.lease import SKEW_S
 from raydist.spec import JobSpec, lora
+from raydist.spec.huggingface import HUB
 from raydist.storage import Storage
 from raydist.worker.optim.offload import swap_space
 
@@ -68,8 +69,8 @@ def check_early(spec: JobSpec, *, local: bool) -> None:
             problems.append(f"checkpoint.replicas: {error}")
     if problems:
         raise PreflightError("\n".join(problems))
-    weights = spec.model.options.get("weights") if spec.model.name == "transformers" else None
-    if isinstance(weights, str) and "://" not in weights:
+    weights = weights_of(spec) if spec.model.hf is None else None
+    if weights is not None and not weights.startswith(HUB):
         huggingface.tensors_of(Storage(weights))
     if spec.model.hf is not None:
         format, ids = huggingface.format_for(spec.model), 0  # those of a prepared dataset are in it
@@ -80,6 +81,12 @@ def check_early(spec: JobSpec, *, local: bool) -> None:
         huggingface.check(Storage(spec.model.hf), spec.model, format, shapes)
         if spec.model.lora is not None:
             lora.chosen(lora.linear_names(shapes), spec.model.lora.targets)
+
+
+def weights_of(spec: JobSpec) -> str | None:
+    """The folder with the weights that the model starts from."""
+    found = spec.model.options.get("weights") if spec.model.name == "transformers" else spec.model.hf
+    return found if isinstance(found, str) else None
 
 
 def check_precision(spec: JobSpec, gpus: float) -> list[str]:
@@ -242,7 +249,7 @@ def _check_nodes(
             modules,
             spec.offload.path,
             spec.snapshot_every,
-            spec.model.hf,
+            weights_of(spec),
             mark,
             n["NodeManagerAddress"],
             measure,
@@ -360,10 +367,10 @@ def look_around(
     try:
         if weights is not None and not Storage(weights).exists("config.json"):
             problems.append(
-                f"model.hf: {weights} was not found; put it on shared storage, under the same path on every node"
+                f"the weights {weights} were not found; put them on shared storage, under the same path on every node"
             )
     except RaydistError as error:
-        problems.append(f"model.hf: {error.message}; put it on storage that every node can read")
+        problems.append(f"the weights: {error.message}; put them on storage that every node can read")
     problems += [
         f"no module {m!r}; run from the folder that holds it, or install it there"
         for m in modules

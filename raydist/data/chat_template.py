@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -18,12 +19,13 @@ from typing import Any, Literal, NoReturn
 from raydist.errors import DataError
 from raydist.parsing import parse_json
 from raydist.registry import did_you_mean
+from raydist.storage import Storage
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 """[start, end) of characters."""
 LossOn = Literal["completions", "all"]
-OWN = ("chat_template.jinja", "tokenizer_config.json")
+TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 """Files beside a tokenizer.json that may have its template, the first one first."""
 OPEN, CLOSE = "\ue000", "\ue001"
 """Marks of what a `generation` block has made: private characters, which messages may not contain."""
@@ -83,10 +85,10 @@ class Rendered:
 def chat_format(template: str | None, tokenizer: str, loss_on: LossOn) -> ChatFormat:
     """The format that a job asks for. Raises DataError.
 
-    `template`: a built-in one, the path of a file, or None: the one beside `tokenizer`, if that is the path of a tokenizer.json.
+    `template`: a built-in one, the path of a file, or None: the one beside `tokenizer`, if that is a tokenizer.json.
     """
-    folder = Path(tokenizer).expanduser().parent if tokenizer.endswith("tokenizer.json") else None
-    config = _config(folder / "tokenizer_config.json") if folder is not None else {}
+    folder = Storage(tokenizer).above() if tokenizer.partition("?")[0].endswith("tokenizer.json") else None
+    config = _config(folder) if folder is not None else {}
     tokens = {k: text for k, v in config.items() if k.endswith("_token") and (text := _token(v)) is not None}
     if template is None:
         found = _own(folder, config) if folder is not None else None
@@ -106,13 +108,13 @@ def chat_format(template: str | None, tokenizer: str, loss_on: LossOn) -> ChatFo
     return ChatFormat(found, tokens, loss_on)
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(folder: Storage) -> dict[str, Any]:
     try:
-        read = parse_json(path.read_bytes())
-    except OSError:
+        read = parse_json(folder.read(CONFIG))
+    except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise DataError(f"{path}: is not JSON: {error}", "download it again") from None
+        raise DataError(f"{folder.uri}/{CONFIG}: is not JSON: {error}", "download it again") from None
     return read if isinstance(read, dict) else {}
 
 
@@ -122,11 +124,10 @@ def _token(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _own(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _own(folder: Storage, config: Mapping[str, Any]) -> str | None:
     """The template of a tokenizer's folder; of several named ones the default."""
-    file = folder / OWN[0]
-    if file.exists():
-        return file.read_text(encoding="utf-8")
+    with suppress(FileNotFoundError):
+        return folder.read(TEMPLATE).decode()
     found = config.get("chat_template")
     if isinstance(found, list):
         found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get("default")

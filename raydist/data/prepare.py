@@ -41,6 +41,7 @@ from raydist.data.prepare_plan import SHARD_TOKENS, Plan, as_json, hash_of, plan
 from raydist.data.shards import JOURNAL, Job, Made
 from raydist.data.sources import Block
 from raydist.errors import DataError, StorageError
+from raydist.redact import redact
 from raydist.storage import NO_FOLDER, Storage
 
 _BPE_SAMPLE = 256 << 20
@@ -247,7 +248,7 @@ def _sample(plan: Plan, threshold: int) -> Iterator[str]:
 
 def _commit(storage: Storage, plan: Plan, made: Sequence[Made], tokenizer: tokenizers.Tokenizer) -> DatasetIndex:
     raw = tokenizer.to_bytes()
-    token = TokenizerIndex(plan.tokenizer, tokenizer.vocab_size, tokenizer.end, hash_of(raw))
+    token = TokenizerIndex(redact(plan.tokenizer), tokenizer.vocab_size, tokenizer.end, hash_of(raw))
     splits = {name: _joined(storage, made, name) for name in SPLITS}
     _check_visible(storage, [s for split in splits.values() for s in split.shards])
     histogram = np.sum([m.histogram for m in made], axis=0)

@@ -73,7 +73,7 @@ def plan_of(
     blocks += [Block(len(blocks) + i, (), n) for i, n in enumerate(own)]
     public_names = tuple(map(redact, names))
     request = [
-        [tokenizer, known, column, eval_fraction, size, shard_tokens, list(public_names)],
+        [redact(tokenizer), known, column, eval_fraction, size, shard_tokens, list(public_names)],
         [(f.name, f.size, f.kind) for f in files],
         [sources.code_of(n) for n in own],
     ]

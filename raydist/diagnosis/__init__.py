@@ -26,6 +26,7 @@ from raydist.diagnosis._before import Facts, Former, check_job
 from raydist.diagnosis._engine import Diagnosis, Rule, rules
 from raydist.diagnosis._history import BINS, History, Lows
 from raydist.diagnosis._replay import Examination, examine
+from raydist.diagnosis._sizes import sizes
 from raydist.diagnosis._symptoms import OF_RANKS, Candidate, figure, slow_ranks
 from raydist.diagnosis._tree import thresholds
 from raydist.diagnosis._tree import tree as words_of_tree
@@ -47,6 +48,7 @@ __all__ = [
     "examine",
     "figure",
     "rules",
+    "sizes",
     "slow_ranks",
     "thresholds",
     "words_of_tree",

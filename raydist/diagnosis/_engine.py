@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from raydist import registry
-from raydist.diagnosis import layer_gradients
+from raydist.diagnosis import _sizes
 from raydist.diagnosis._gpu import GpuErrors
 from raydist.diagnosis._history import BIN_S as LOW_BIN_S
 from raydist.diagnosis._history import WARMUP_S, History
@@ -32,16 +32,6 @@ AGAIN_S = 60.0
 """Least time between two changes of a finding that are told."""
 EVENTS = 1000
 SEVERITIES = ("info", "warning", "critical")
-_IN_A_SCRIPT = {
-    "optim.lr": "the optimizer's lr",
-    "train.micro_batch": "the session's micro_batch",
-    "checkpoint.every": "the session's every",
-    "data.prefetch": "num_workers of its DataLoader",
-    "parallel.strategy: zero2 or zero3": "the session's strategy: zero2 or zero3",
-    "prepare the data ahead (`raydist data prepare`), ": "",
-    ", or offload.optimizer: cpu; `raydist plan RUN/spec.yaml` says which fits": "",
-}
-"""Of remedies: a job's fields -> what a script has in their place."""
 _SHARES = tuple(f"{phase}_seconds" for phase in PHASES) + tuple(f"{op}_exposed_seconds" for op in OPS)
 
 
@@ -153,8 +143,8 @@ class Diagnosis:
     def _keep(self, event: Event) -> None:
         self._events.append(event)
         del self._events[:-EVENTS]
-        if event.kind == layer_gradients.KIND:  # large
-            for old in [one for one in self._events if one.kind == event.kind][: -layer_gradients.KEPT]:
+        if event.kind == _sizes.KIND:  # large
+            for old in [one for one in self._events if one.kind == event.kind][: -_sizes.KEPT]:
                 self._events = [one for one in self._events if one is not old]
 
     @property
@@ -222,7 +212,6 @@ class Diagnosis:
                 self.problems[rule.name] = f"{type(error).__name__}: {error}"
         self._fresh, self._steps.new = [], 0
         found += [self._best(those) for those in rivals.values()]
-        found = [_for_a_script(one) for one in found] if window.of_script else found
         for finding in found:
             yield from self._tell(finding, now)
         for key, told in list(self._told.items()):
@@ -258,13 +247,3 @@ class Diagnosis:
         if (other and steady) or (not other and (worse or moved) and now - told.told_at >= AGAIN_S):
             told.finding, told.told_at, told.next_rule = replace(finding, state="changed"), now, ""
             yield told.finding
-
-
-def _for_a_script(finding: Finding) -> Finding:
-    """With what the script can change."""
-    remedy, culprit = finding.remedy, dict(finding.culprit)
-    for field, words in _IN_A_SCRIPT.items():
-        remedy = remedy.replace(field, words)
-    if "setting" in culprit:
-        culprit["setting"] = _IN_A_SCRIPT.get(culprit["setting"], culprit["setting"])
-    return replace(finding, remedy=remedy, culprit=culprit)

@@ -225,7 +225,9 @@ def _describe(
                 "(no quota, no peer on another host); causes are judged by the rest"
             )
         if not any(row["kind"] == "gpu" for row in rows):
-            made.blind.append("no GPUs, so not: gpu_throttled, gpu_shared, pcie_narrow, nvlink_narrow, fragmentation")
+            made.blind.append(
+                "no GPUs, so not: gpu_throttled, gpu_ecc_retries, gpu_shared, pcie_narrow, nvlink_narrow, fragmentation"
+            )
         long = _longest(rows)
         if long < 2 * RECENT * BIN_S + 9:
             made.blind.append(
@@ -239,7 +241,8 @@ def _describe(
         made.blind.append(f"{steps} steps are too few to judge the loss; it takes {2 * BEFORE + 1}")
     if (spec.get("observe") or {}).get("histograms"):
         made.blind.append(
-            "layer_gradients is judged while a run trains: histograms are not kept; what was told then is listed"
+            "layer_gradients and layer_activations are judged while a run trains: histograms are not kept; what was told then is "
+            "listed"
         )
     if left_out is not None:
         made.blind.append(

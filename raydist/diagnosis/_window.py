@@ -20,7 +20,7 @@ from raydist.diagnosis._loads import Loads
 from raydist.records import Event
 from raydist.run.log import FIELDS, SINGLE
 from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES, is_total
-from raydist.spec.script import SESSION
+from raydist.spec.script import SESSION, in_its_place
 
 BIN_S = 3.0
 BINS = 60
@@ -35,8 +35,7 @@ SMOOTH = 1.4826
 
 Array = NDArray[np.float64]
 Row = Mapping[str, Any]
-Key = Any
-"""A rank; a node's address; (node, GPU)."""
+Key = Any  # a rank; a node's address; (node, GPU)
 
 
 class Store:
@@ -205,8 +204,12 @@ class Window:
 
     @property
     def of_script(self) -> bool:
-        """Whether it is a script's own loop (raydist/own): the engine names the session's arguments, not a job's fields."""
+        """Whether it is a script's own loop (raydist/own)."""
         return bool(self.setting("model.name") == SESSION)
+
+    def named(self, field: str) -> str:
+        """How remedies and culprits name a setting: a job's field, or what the user's own loop has in its place."""
+        return in_its_place(field) if self.of_script else field
 
     @cached_property
     def _by_kind(self) -> dict[str, list[Event]]:
@@ -278,10 +281,9 @@ class Window:
 
         The newest RECENT parts are those that a rule judges.
         """
-        found = self._series.get((kind, column))
-        if found is None:
-            found = self._series[kind, column] = self._of(kind, column)
-        return found
+        if (kind, column) not in self._series:
+            self._series[kind, column] = self._of(kind, column)
+        return self._series[kind, column]
 
     def _of(self, kind: str, column: str) -> Array:
         if kind not in self._stores:
@@ -300,10 +302,9 @@ class Window:
 
     def recent(self, kind: str, column: str) -> Array:
         """[S] the mean of the newest RECENT parts; NaN where more than one is missing."""
-        found = self._recent.get((kind, column))
-        if found is None:
-            found = self._recent[kind, column] = newest(self.series(kind, column))
-        return found
+        if (kind, column) not in self._recent:
+            self._recent[kind, column] = newest(self.series(kind, column))
+        return self._recent[kind, column]
 
     def before(self, kind: str, column: str) -> Array:
         """[S] the median of the parts before; NaN if there are fewer than RECENT."""
@@ -344,10 +345,9 @@ class Window:
         """[R, N] share of a rank's time by part: compute (without exposed communication), exposed, data, eval, save. NaN while the
         rank does not train.
         """
-        shown = self._shares.get(name)
-        if shown is None:
-            shown = self._shares[name] = self._share(name)
-        return shown
+        if name not in self._shares:
+            self._shares[name] = self._share(name)
+        return self._shares[name]
 
     def _share(self, name: str) -> Array:
         known = ~np.isnan(self.series("rank", "forward_seconds"))

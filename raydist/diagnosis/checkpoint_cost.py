@@ -18,10 +18,13 @@ LOOKS = "stall_seconds and seconds of the newest checkpoints, over the time betw
 THRESHOLDS = {
     "stall": ("0.1 of the time between checkpoints", "twice the target of `raydist profile` (save)"),
     "write": ("1.0 of the time between checkpoints", "the next one is due before this one is on storage, and fails"),
-    "checkpoints": ("3", "the first one allocates its buffers"),
+    "checkpoints": (
+        "3, and the median of the newest 3 intervals",
+        "the first one allocates its buffers; one late write is no cost",
+    ),
 }
 STALL, WRITE, LEAST = 0.1, 1.0, 3
-NEWEST = 6
+NEWEST = 4
 
 
 def check(window: Window) -> Iterator[Finding]:
@@ -53,12 +56,12 @@ def check(window: Window) -> Iterator[Finding]:
         what=f"a checkpoint every {steps} steps stops training for {cost:.0%} of the time, and takes {took:.1f} s to write, "
         f"{gap:.1f} s apart",
         figures={"stall": cost, "seconds": took, "apart_seconds": gap, "bytes": size, "every": every},
-        remedy=f"set checkpoint.every: {every}, which lowers the cost to about {cost * steps / every:.0%}"
+        remedy=f"set {window.named('checkpoint.every')}: {every}, which lowers the cost to about {cost * steps / every:.0%}"
         + ("; or use faster storage" if slow else "; or checkpoint.asynchronous: true"),
         cause=f"the storage takes {size / max(took, 1e-9) / 2**20:.1f} MiB/s"
         if slow
         else "the loop waits while the state is copied",
-        culprit={"setting": "checkpoint.every"},
+        culprit={"setting": window.named("checkpoint.every")},
         evidence=[
             figure("seconds that the loop waits for a checkpoint", stall, "events: checkpoint_saved"),
             figure("seconds to write it", took, "events: checkpoint_saved"),

@@ -34,7 +34,7 @@ EXPOSED, PARTS, SMALL, DELAY = 0.5, 0.75, 256 << 10, 0.2
 _REMEDIES = {
     "parallel.bucket_mb": "set parallel.bucket_mb: auto, so that fewer and larger messages are sent",
     "comm.compress": "set comm.compress: bf16 (half of the bytes) or int8 (a quarter)",
-    "train.micro_batch": "raise train.micro_batch, so that fewer micro-batches are accumulated, or use a faster link",
+    "train.micro_batch": "raise {}, so that fewer micro-batches are accumulated, or use a faster link",
 }
 """By the setting that is to be changed."""
 
@@ -73,9 +73,9 @@ def check(window: Window) -> Iterator[Finding]:
         severity="info",
         what=f"all ranks wait {exposed:.0%} of the time for communication, and no rank or link is slower than the others",
         figures={"exposed": exposed, "bytes_per_message": size},
-        remedy=_REMEDIES[setting],
+        remedy=_REMEDIES[setting].format(window.named(setting)),
         cause="small messages" if small else "the bytes of its gradients",
-        culprit={"setting": setting},
+        culprit={"setting": window.named(setting)},
         evidence=[
             figure("least exposed communication of all ranks", exposed, "telemetry: median over the window"),
             figure("bytes of a message", size, "telemetry: bytes over count of all collectives"),

@@ -31,16 +31,17 @@ def check(window: Window) -> Iterator[Finding]:
     prefetch = None if window.of_script else window.setting("data.prefetch")
     made, waited = (window.recent("rank", f"loader_{name}") for name in ("seconds", "waited_seconds"))
     share = median_of(waited[made > 0] / made[made > 0])  # NaN: not recorded
-    more = "raise data.prefetch" + (f" (now {prefetch})" if prefetch is not None else "")
+    more = f"raise {window.named('data.prefetch')}" + (f" (now {prefetch})" if prefetch is not None else "")
+    ahead = "" if window.of_script else "prepare the data ahead (`raydist data prepare`)"
     if share >= WAITS:
         cause = f"the loaders wait for {share:.0%} of their time: for storage"
         remedy = f"move the data closer, or {more}"
     elif share < WAITS:
         cause = f"the loaders compute for {1 - share:.0%} of their time"
-        remedy = "prepare the data ahead (`raydist data prepare`)"
+        remedy = ahead or more
     else:
         cause = "the loaders of all ranks do not deliver in time"
-        remedy = f"prepare the data ahead (`raydist data prepare`), {more}, or move the data closer"
+        remedy = f"{ahead}{', ' if ahead else ''}{more}, or move the data closer"
     yield Finding(
         rule="data_bound",
         rank=None,
@@ -49,7 +50,7 @@ def check(window: Window) -> Iterator[Finding]:
         figures={"data": waits},
         remedy=remedy,
         cause=cause,
-        culprit={"setting": "data.prefetch"},
+        culprit={"setting": window.named("data.prefetch")},
         evidence=[
             figure("least share of time waiting for data", waits, "telemetry: data_seconds"),
             figure(

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from raydist.diagnosis import layer_activations
+from raydist.diagnosis._sizes import IN_A_ROW, PATIENCE, TIMES, TINY, moved, table
 from raydist.diagnosis._symptoms import figure
 from raydist.diagnosis._window import Window, median
-from raydist.records import Event, Finding
+from raydist.records import Finding
 
-KIND = "gradient_sizes"
-"""Event for the rules only: `step`, and `sizes`, the root mean square of each parameter's gradient by name."""
 CAUSE = "the gradient of a layer vanishes or explodes"
 LOOKS = "the root mean square of each parameter's gradient over the median of all parameters, in the last histograms"
 THRESHOLDS = {
@@ -30,45 +30,30 @@ THRESHOLDS = {
         "an update is then the gradient over eps, and no longer of the size of the learning rate (Kingma and Ba 2015)",
     ),
 }
-TIMES, IN_A_ROW, HISTORY, TINY, PATIENCE, EPS = 1e3, 3, 5, 1e-5, 8, 1e-8
-LEAST, KEPT = 3, 30
-"""Parameters, and histograms."""
-
-
-def sizes(event: Event) -> Event:
-    """From the event `histograms`: what this rule needs of it. Without gradients that are all zero, as of experts without tokens:
-    of them train.check_gradients tells."""
-    found: dict[str, float] = {}
-    for name, one in event.data["gradients"].items():
-        count = sum(one["counts"])
-        if count and one["sum_squares"] > 0:
-            found[name] = float(np.sqrt(one["sum_squares"] / count))
-    return Event(KIND, event.at, {"step": event.data["step"], "sizes": found})
+EPS, LEAST = 1e-8, 3
+"""AdamW's own; parameters."""
 
 
 def check(window: Window) -> Iterator[Finding]:
     """The parameter that is farthest from the others."""
-    events = window.of(KIND)[-KEPT:]
-    if len(events) < PATIENCE:
+    names, rows = table(window, "gradients")
+    if len(rows) < PATIENCE or len(names) < LEAST or not np.isfinite(rows).any(axis=1).all():
         return
-    names = list(events[-1].data["sizes"])
-    table = np.array([[e.data["sizes"].get(name, np.nan) for name in names] for e in events])  # [events, parameters]
-    if len(names) < LEAST or not np.isfinite(table).any(axis=1).all():
-        return
-    ratios = table / np.nanmedian(table, axis=1, keepdims=True)
-    moved = np.log(ratios[-IN_A_ROW:] / median(ratios[:-IN_A_ROW].T, HISTORY))  # [IN_A_ROW, parameters]
-    least = np.where(np.abs(np.sign(moved).sum(axis=0)) == IN_A_ROW, np.abs(moved).min(axis=0), 0.0)
-    at = int(least.argmax())
-    if least[at] >= np.log(TIMES):
-        usual = float(ratios[-1, at] / np.exp(moved[-1, at]))
-        yield _finding(names[at], float(table[-1, at]), float(ratios[-1, at]), usual)
+    if any(True for _ in layer_activations.check(window)):
+        return  # what a layer puts out sets the size of its gradient
+    ratios = rows / np.nanmedian(rows, axis=1, keepdims=True)
+    most = np.abs(moved(ratios))
+    at = int(most.argmax())
+    if most[at] >= np.log(TIMES):
+        usual = float(median(ratios[:-IN_A_ROW, at][None])[0])
+        yield _finding(names[at], float(rows[-1, at]), float(ratios[-1, at]), usual)
         return
     eps = window.setting("optim.eps", EPS)
-    late, sizes_ = ratios[-PATIENCE:], table[-PATIENCE:]
+    late, sizes_ = ratios[-PATIENCE:], rows[-PATIENCE:]
     tiny = (late < TINY).all(axis=0) & (sizes_ < (eps if isinstance(eps, float) else EPS)).all(axis=0)
     if tiny.any():
         at = int(np.where(tiny, late[-1], np.inf).argmin())
-        yield _finding(names[at], float(table[-1, at]), float(ratios[-1, at]), None)
+        yield _finding(names[at], float(rows[-1, at]), float(ratios[-1, at]), None)
 
 
 def _finding(name: str, size: float, ratio: float, usual: float | None) -> Finding:

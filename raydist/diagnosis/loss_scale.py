@@ -38,7 +38,8 @@ def check(window: Window) -> Iterator[Finding]:
         what=f"{count} of the last {NEWEST} steps overflowed fp16: their updates were not applied, "
         "and the loss scale was halved each time",
         figures={"overflows": count, "scale_fell_times": float(2.0**count)},
-        remedy="set precision.params: bf16, whose range is that of fp32; or lower optim.lr or optim.clip",
+        remedy="set precision.params: bf16, whose range is that of fp32; or lower "
+        f"{window.named('optim.lr')} or {window.named('optim.clip')}",
         cause="the gradients are too large for fp16",
         culprit={"setting": "precision.params"},
         evidence=[

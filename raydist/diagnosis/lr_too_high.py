@@ -12,7 +12,7 @@ import numpy as np
 
 from raydist.diagnosis._losses import AGAIN, BACK, BEFORE, OF_FIRST, RELATIVE, SIGMAS, growth, jump, least_rise
 from raydist.diagnosis._symptoms import Candidate, figure
-from raydist.diagnosis._window import SMOOTH, Window
+from raydist.diagnosis._window import SMOOTH, Array, Window
 from raydist.records import Finding
 
 ONCE = True
@@ -24,6 +24,10 @@ THRESHOLDS = {
         f"{SIGMAS:g} times the noise of a median of 20, {RELATIVE:.0%}, and {OF_FIRST:.0%} of the first loss",
         "benchmarks/doctor.py: 0 of its healthy runs",
     ),
+    "swings": (
+        "1.5 times the largest rise of such a median in the last 400 steps that has gone back",
+        "benchmarks/doctor.py: data in blocks of 20 steps, some of it harder",
+    ),
     "jump": (
         f"one of bad_batch, with more than {AGAIN} steps after it that are not back",
         "benchmarks/doctor_ranks.py",
@@ -33,7 +37,7 @@ THRESHOLDS = {
         "a gradient that only falls or is noisy stays below; benchmarks/doctor.py",
     ),
 }
-STEPS, GROWTH, KEPT = 20, 2.0, 400
+STEPS, GROWTH, KEPT, SWINGS = 20, 2.0, 400, 1.5
 
 
 def check(window: Window) -> Iterator[Finding | Candidate]:
@@ -50,6 +54,7 @@ def check(window: Window) -> Iterator[Finding | Candidate]:
         rise = float(middles[-1] - middles[low])
         goes_back = spike is not None and spike.left <= BACK
         enough = max(SIGMAS * noise * 1.25 / np.sqrt(STEPS), float(least_rise(middles[low], window.steps.first_loss)))
+        enough = max(enough, SWINGS * _swing(middles))
         if rise > enough and float(finite[-STEPS:].min()) > middles[low] and not goes_back:
             step = window.steps.row(-1)["step"]
             yield _finding(
@@ -91,6 +96,12 @@ def check(window: Window) -> Iterator[Finding | Candidate]:
             )
 
 
+def _swing(middles: Array) -> float:
+    """The largest rise before the newest ones that has gone back: above the lowest median before it and the lowest after it."""
+    before, after = np.minimum.accumulate(middles), np.minimum.accumulate(middles[::-1])[::-1]
+    return float((middles - np.maximum(before, after))[: -2 * STEPS].max(initial=0.0))
+
+
 def _finding(
     window: Window,
     what: str,
@@ -111,10 +122,10 @@ def _finding(
         severity="critical",
         what=what,
         figures={**figures, "gradient_growth": grown},
-        remedy=f"lower optim.lr to {lower}{warm}; continue from the checkpoint before the rise: {back}",
+        remedy=f"lower {window.named('optim.lr')} to {lower}{warm}; continue from the checkpoint before the rise: {back}",
         symptom=SYMPTOM,
         cause="the learning rate is too high",
-        culprit={"setting": "optim.lr"},
+        culprit={"setting": window.named("optim.lr")},
         evidence=[*evidence, figure("gradient's growth over the last 50 steps", grown, "steps: grad_norm"), *now],
         others=[{"cause": "the data of one batch", "against": against_one_batch}] if against_one_batch else [],
         confidence=confidence,

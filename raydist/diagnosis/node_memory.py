@@ -52,8 +52,9 @@ def check(window: Window) -> Iterator[Finding]:
             severity="critical",
             what=f"{host} ({node}) uses {last[-1]:.1%} of its memory{when}: the kernel will kill a process",
             figures={"kind": str(node), "used": float(last[-1]), "seconds": seconds if np.isfinite(seconds) else -1.0},
-            remedy="stop at a checkpoint now (raydist stop RUN), then lower train.micro_batch or data.prefetch, use "
-            "parallel.strategy: zero2 or zero3, or give the node more memory",
+            remedy=f"stop at a checkpoint now (raydist stop RUN), then lower {window.named('train.micro_batch')} or "
+            f"{window.named('data.prefetch')}, use {window.named('parallel.strategy')}: zero2 or zero3, "
+            "or give the node more memory",
             cause="its processes use more memory than it has",
             culprit={"host": host, "node": node, **({"rank": rank} if rank is not None else {})},
             evidence=[

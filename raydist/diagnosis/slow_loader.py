@@ -25,6 +25,7 @@ def check(window: Window) -> Iterator[Candidate]:
     reads = window.of_nodes(window.recent("node", "disk_read_bytes"))
     stalls = window.of_nodes(window.recent("node", "disk_waited_seconds"))
     makes, waited = (window.recent("rank", f"loader_{name}") for name in ("seconds", "waited_seconds"))
+    more = f"raise {window.named('data.prefetch')}"
     for slow in slow_ranks(window, SYMPTOM):
         share = float(waited[slow.row] / makes[slow.row]) if makes[slow.row] > 0 else float("nan")
         rate, stalled = float(reads[slow.row]), float(stalls[slow.row])
@@ -51,8 +52,8 @@ def check(window: Window) -> Iterator[Candidate]:
                 figure("bytes read from its node's disks a second", rate, "node monitor: /proc/diskstats"),
                 figure("share of time in which the node waits for a disk", stalled, "node monitor: /proc/pressure/io"),
             ],
-            remedy="prepare the data ahead (`raydist data prepare`), or raise data.prefetch"
+            remedy=("" if window.of_script else "prepare the data ahead (`raydist data prepare`), or ") + more
             if share < WAITS
-            else "put the data on a faster disk of that host, or raise data.prefetch",
+            else f"put the data on a faster disk of that host, or {more}",
             against="",
         )

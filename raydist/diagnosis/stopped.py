@@ -20,10 +20,10 @@ THRESHOLDS = {
 }
 _REMEDIES = {
     "worker_hung": "RUN/logs/attempt-* has the stacks and the collectives of every rank: compare those of this rank with another's",
-    "out_of_memory": "lower train.micro_batch, or use parallel.strategy: zero2 or zero3, or offload.optimizer: cpu; "
-    "`raydist plan RUN/spec.yaml` says which fits",
+    "out_of_memory": "lower {micro_batch}, or use {strategy}: zero2 or zero3",
     "communication": "check the network between these hosts: `raydist bench comm`",
 }
+_OF_A_JOB = ", or offload.optimizer: cpu; `raydist doctor RUN` says which fits"
 _HOLDS = ("parameters", "gradients", "optimizer", "activations", "anon")
 """Columns of what fills a rank's memory."""
 _HELD = (
@@ -42,7 +42,7 @@ def check(window: Window) -> Iterator[Finding]:
         if event.kind == "failure" and event.data.get("fault") in _REMEDIES:
             yield _failure(window, event)
         elif event.kind == "data_stalled":
-            yield _stalled(event.data)
+            yield _stalled(window, event.data)
 
 
 def _failure(window: Window, event: Event) -> Finding:
@@ -63,7 +63,10 @@ def _failure(window: Window, event: Event) -> Finding:
         severity="critical",
         what=f"attempt {data['attempt']} stopped: {data['cause']}",
         figures={"kind": f"{fault} {data['attempt']}"},
-        remedy=_REMEDIES[fault],
+        remedy=_REMEDIES[fault].format(
+            micro_batch=window.named("train.micro_batch"), strategy=window.named("parallel.strategy")
+        )
+        + (_OF_A_JOB if fault == "out_of_memory" and not window.of_script else ""),
         cause=cause,
         culprit=window.culprit(rank),
         evidence=[
@@ -91,7 +94,7 @@ def _side(side: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"figure": f"collective of rank {side['rank']}", "value": value, "from": "torch's flight recorder"}
 
 
-def _stalled(data: dict[str, Any]) -> Finding:
+def _stalled(window: Window, data: dict[str, Any]) -> Finding:
     files = list(data.get("files") or [])
     return Finding(
         rule="stopped",
@@ -99,7 +102,7 @@ def _stalled(data: dict[str, Any]) -> Finding:
         severity="warning",
         what=f"rank {data['rank']} has had no batch for {data['seconds']:.0f} s, in step {data['step']}",
         figures={"kind": f"data {data['step']}", "seconds": data["seconds"]},
-        remedy="check the storage of these files, move the data closer, or raise data.prefetch",
+        remedy=f"check the storage of these files, move the data closer, or raise {window.named('data.prefetch')}",
         cause="a call of the storage or of the loader does not return",
         culprit={"rank": data["rank"], **({"file": files[0]} if files else {})},
         evidence=[

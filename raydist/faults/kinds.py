@@ -177,6 +177,15 @@ class ScaleGradient(InForward):
     steps: int = Field(1, ge=1, description="Number of steps.")
 
 
+class ScaleActivations(InForward):
+    """The output of one layer is multiplied in each step."""
+
+    fault: Literal["scale_activations"] = "scale_activations"
+    layer: str | None = Field(None, description="Its name in the model; null: that of the first parameter.")
+    factor: float = Field(1e-6, description="The factor; below 1 the output vanishes, above it explodes.")
+    steps: int = Field(1, ge=1, description="Number of steps.")
+
+
 class LearningRate(Fault):
     """The optimizer's learning rate is multiplied in each step; records have that of the schedule."""
 

@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from raydist.diagnosis import Diagnosis
-from raydist.diagnosis.layer_gradients import sizes
+from raydist.diagnosis import Diagnosis, sizes
 from raydist.errors import StorageError
 from raydist.observe.exporter_threads import ExporterThreads
 from raydist.observe.node_clocks import NodeClocks

@@ -175,6 +175,10 @@ class Machine:
         reserve = 2**30 + self.memory // 20 if self.device == "cuda" else 2**29
         return max(self.memory - reserve, 0)
 
+    def with_usable(self, usable: int) -> Machine:
+        """The same with devices of which training can use so many bytes."""
+        return replace(self, memory=(usable + 2**30) * 20 // 19 if self.device == "cuda" else usable + 2**29)
+
     @property
     def nodes(self) -> int:
         """Number of nodes; the last one may not be full."""

@@ -128,6 +128,7 @@ GPU: dict[str, tuple[pa.DataType, str]] = {
     "gpu_xid_count": (_I, "total XID errors since the node monitor started"),
     "gpu_xid": (_I, "the newest XID"),
     "gpu_ecc_errors": (_I, "total uncorrected memory errors since the driver was loaded"),
+    "gpu_ecc_corrected": (_I, "total corrected memory errors since the driver was loaded"),
     "gpu_sm_active": (_F, "share of the multiprocessors in use, 0 to 1, by GPM (Hopper and later)"),
     "gpu_tensor_active": (_F, "share of time with the tensor cores busy, by GPM"),
     "gpu_dram_active": (_F, "share of the memory's peak bandwidth in use, by GPM"),

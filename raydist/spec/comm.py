@@ -105,6 +105,10 @@ class CommSpec(PartWithNewFields):
         if self.compress != AUTO and self.max_loss_increase:
             raise problem("max_loss_increase", self.max_loss_increase, f"has no effect with compress: {self.compress}",
                           "leave it out, or set comm.compress: auto")  # fmt: skip
+        for field in ("options", "error_feedback"):
+            if self.compress == NONE and getattr(self, field):
+                raise problem(field, getattr(self, field), "belongs to a compressor, and compress: none has none",
+                              "leave it out, or set comm.compress")  # fmt: skip
         if self.compress not in (NONE, AUTO):
             check_spec("compressor", self.compress, self)
         if self.every is None:

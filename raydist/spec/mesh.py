@@ -5,6 +5,7 @@ Runs anywhere.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from raydist import registry
@@ -122,7 +123,8 @@ def _replicas(job: JobSpec) -> None:
         axis, *others = axes
         size = getattr(parallel, axis)
         if not others:
-            what, remedy = f"does not divide the {workers} workers", near_divisors(workers, size)
+            what = f"does not divide the {workers} workers"
+            remedy = near_divisors(math.gcd(cluster.least, cluster.most), size)
         else:
             times = " ".join(f"times {other}: {getattr(parallel, other)}" for other in others)
             what = f"{times} does not divide the {workers} workers"

@@ -230,7 +230,8 @@ class ObserveSpec(PartWithNewFields):
     histograms: int | None = Field(
         None,
         ge=1,
-        description="Steps between two histograms of every weight and gradient, for the exporters; null: none.",
+        description="Steps between two histograms of every weight and gradient, for the exporters, and two sizes of every layer's "
+        "output; the doctor judges both; null: none.",
     )
     expert_loads: int | None = Field(
         1,

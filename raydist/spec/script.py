@@ -28,6 +28,22 @@ _SETTABLE = {
     "observe": frozenset(["interval_s", "memory_history", "exporters"]),
 }  # fmt: skip
 """Section -> fields that `raydist run --set` may set."""
+_IN_ITS_PLACE = {
+    "optim.lr": "the optimizer's lr",
+    "optim.clip": "the session's clip",
+    "train.global_batch": "the session's batch",
+    "train.micro_batch": "the session's micro_batch",
+    "train.steps": "the session's steps",
+    "checkpoint.every": "the session's every",
+    "data.prefetch": "num_workers of its DataLoader",
+    "parallel.strategy": "the session's strategy",
+}
+"""A job's fields -> what a script has in their place."""
+
+
+def in_its_place(field: str) -> str:
+    """What a script changes where a job has this field: its session's argument, or the field itself, which `--set` changes."""
+    return _IN_ITS_PLACE.get(field, field)
 
 
 def launched(name: str, options: Mapping[str, Any], overrides: Overrides, before: JobSpec | None) -> JobSpec:

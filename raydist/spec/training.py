@@ -102,7 +102,10 @@ class ModelSpec(PartWithNewFields):
             field = "model.vocab_size" if self.vocab_size else "model.options: vocab_size of the config"
             remedy = "leave it out, or set it higher"
             if self.hf:
-                remedy = f"set data.tokenizer to that of the weights, if it is not: {self.hf}/tokenizer.json"
+                folder, mark, options = self.hf.partition("?")
+                remedy = (
+                    f"set data.tokenizer to that of the weights, if it is not: {folder}/tokenizer.json{mark}{options}"
+                )
             raise UserError(f"{field}: {size}: the tokenizer of the data has {tokenizer} ids", remedy)
         return size or tokenizer
 
@@ -166,7 +169,7 @@ class DataSpec(PartWithNewFields):
     path: str | None = Field(None, description="A dataset that `raydist data prepare` made: a folder or a URI.")
     tokenizer: str = Field(
         "bytes",
-        description="For `source`: bytes, bpe:VOCAB, another built-in one, the path of a tokenizer.json, or "
+        description="For `source`: bytes, bpe:VOCAB, another built-in one, the path or URI of a tokenizer.json, or "
         "package.module:attribute of your own.",
     )
     column: str = Field(

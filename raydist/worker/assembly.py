@@ -40,7 +40,8 @@ from raydist.worker.lora import frozen_shards
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
-from raydist.worker.metrics.gradient_noise_scale import GradientNoise
+from raydist.worker.metrics.activations import ActivationSizes
+from raydist.worker.metrics.gradient_noise_scale import NOT_MEASURED, GradientNoise
 from raydist.worker.metrics.histograms import Histograms
 from raydist.worker.metrics.memory import MemoryMeter
 from raydist.worker.metrics.reporter import Reporter
@@ -208,7 +209,9 @@ class Assembly:
         every, say = spec.observe.histograms, reporter.say if reporter else None
         experts = ExpertLoads(parts_of(model), rank, spec.observe.expert_loads, say)
         self.experts = experts if experts.counts else None
-        histograms = Histograms(rank, parameters, every, say) if every else None
+        outputs = every and not spec.train.compile
+        sizes = ActivationSizes(parts_of(model), parameters.trained, rank.device) if outputs else None
+        histograms = Histograms(rank, parameters, every, say, sizes) if every else None
         hooks: list[StepHook | None] = [
             telemetry,
             seeds,
@@ -261,7 +264,7 @@ class Assembly:
         return {"hf": hf.uri, "fingerprint": found, "frozen": list(parameters.base)}
 
     def _load_pretrained(self, model: nn.Module, shards: Mapping[str, ParamShard], vocab_size: int) -> None:
-        read = pretrained.load(self.spec.model, model, shards, vocab_size)
+        read = pretrained.load(self.spec.model, model, shards, vocab_size, self.mesh)
         self._note(f"model.hf: rank 0 read {read / 2**20:,.0f} MiB of {self.spec.model.hf}")
 
     def _messages(self) -> list[tuple[str, int, str]]:
@@ -295,10 +298,7 @@ class Assembly:
         if self.replica:
             self._note("observe.grad_noise: not measured with comm.every: no step has the gradient of its global batch")
             return None
-        for axis, why in (
-            ("expert", "a gradient of an expert has several ranks' samples"),
-            ("context", "a rank's gradient has parts of samples"),
-        ):
+        for axis, why in NOT_MEASURED.items():
             if getattr(self.mesh, axis) > 1:
                 self._note(f"observe.grad_noise: not measured with parallel.{axis}: {why}")
                 return None

@@ -45,11 +45,13 @@ def batches_of(job: JobSpec, dataset: TokenDataset) -> list[MicroBatch]:
 
 
 def job_of(model: ModelSpec, dataset: TokenDataset, batches: int, sequences: int) -> JobSpec:
-    """The job of an evaluation without a run: so many batches of so many sequences."""
+    """The job of an evaluation without a run: so many batches of so many sequences. A conversation is a sequence of its own, as in
+    training by `data.batching`."""
+    apart = {} if dataset.index.chat is None else {"batching": {"max_tokens": sequences * model.context}}
     return JobSpec.model_validate(
         {
             "model": model,
-            "data": {"path": dataset.storage.full_uri},
+            "data": {"path": dataset.storage.full_uri, **apart},
             "train": {"steps": 1, "global_batch": sequences, "micro_batch": sequences},
             "eval": {"batches": batches},
         }

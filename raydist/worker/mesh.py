@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from raydist.errors import UserError
 from raydist.spec import JobSpec
-from raydist.worker.comm import collectives
+from raydist.worker.comm import collectives, gloo_p2p, groups
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 
@@ -79,14 +79,14 @@ class Mesh:
             tensor=parallel.tensor,
             expert=parallel.expert,
         )
+        nodes = gather_json(rank.node_ip, rank.control) if made.replica_size * made.expert > 1 else []
         if spec.parallel.together > 1:
-            made.refuse_split_nodes()
-        made.connect()
+            made.refuse_split_nodes(nodes)
+        made.connect(nodes)
         return made
 
-    def refuse_split_nodes(self) -> None:
-        """Raises UserError, on every rank, if the ranks of a tensor group are on several nodes. A collective."""
-        nodes = gather_json(self.rank.node_ip, self.rank.control)
+    def refuse_split_nodes(self, nodes: Sequence[str]) -> None:
+        """Raises UserError, on every rank, if the ranks of a tensor group are on several nodes. `nodes`: of all ranks."""
         for first in range(0, len(nodes), self.tensor):
             on = sorted(set(nodes[first : first + self.tensor]))
             if len(on) > 1:
@@ -96,19 +96,23 @@ class Mesh:
                     f"give each node a multiple of {self.tensor} workers, or set parallel.tensor_across_nodes: true",
                 )
 
-    def connect(self) -> None:
-        """Creates the groups along the axes. A collective; nothing is done where one rank holds a whole replica."""
+    def connect(self, nodes: Sequence[str] = ()) -> None:
+        """Creates the groups along the axes. A collective; nothing is done where one rank holds a whole replica. `nodes`: of all
+        ranks, if they are known."""
         if self.replica_size > 1 or self.copies > 1:
             sizes = self.sizes
             sizes = {"pipeline": sizes.pop("pipeline"), "copy": self.copies, **sizes}
             axes = {name: size for name, size in sizes.items() if size > 1}
-            self._devices = init_device_mesh(self.rank.device.type, (*axes.values(),), mesh_dim_names=(*axes,))
+            self._devices = groups.device_mesh(self.rank.device.type, (*axes.values(),), (*axes,))
+        for axis in ("tensor", "context") if nodes else ():  # their ranks wait for each other in each layer
+            if (group := self.group(axis)) and len({nodes[rank] for rank in self.peers(axis)}) == 1:
+                gloo_p2p.within_node(group)
         if self.context > 1:
             self._of_state = Mesh(self.rank, pipeline=self.pipeline, tensor=self.tensor, expert=self.expert)
-            self._of_state.connect()
+            self._of_state.connect(nodes)
         elif self.expert > 1:
             self._experts = Mesh(self.rank, pipeline=self.pipeline, tensor=self.expert)
-            self._experts.connect()
+            self._experts.connect(nodes)
 
     @property
     def experts(self) -> Mesh:
@@ -183,7 +187,7 @@ class Mesh:
     def data_mesh(self, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
         """The ranks of this rank's `data` axis as an array of these sizes, whose product is `data_size`. A collective."""
         if self.replica_size == self.copies == 1:
-            return init_device_mesh(self.rank.device.type, (*sizes,), mesh_dim_names=(*names,))
+            return groups.device_mesh(self.rank.device.type, sizes, names)
         assert self._devices is not None, "connect() comes first"
         if len(sizes) == 1:
             return self._devices["data"]
@@ -194,7 +198,7 @@ class Mesh:
             "context": self.context,
             "tensor": self.tensor,
         }
-        devices = init_device_mesh(self.rank.device.type, (*shape.values(),), mesh_dim_names=(*shape,))
+        devices = groups.device_mesh(self.rank.device.type, (*shape.values(),), (*shape,))
         return devices[(*names,)]
 
     @property

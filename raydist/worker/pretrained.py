@@ -2,6 +2,9 @@
 
 Runs in: each train worker. Torch, never ray.
 
+Ranks of a tensor group have parts of each row of some tensors: in an object, thousands of short ranges. There each reads some of
+the rows whole, as one range, and sends the others their parts.
+
 The model is built without values (`leave_empty`), split and wrapped as always, and `load` then fills what the rank has of it, as a
 checkpoint would: so no rank ever has the whole model, whatever the strategy and the mesh.
 """
@@ -9,6 +12,8 @@ checkpoint would: so no rank ever has the whole model, whatever the strategy and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +22,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from raydist.checkpoint.huggingface import check, format_for, overlap
 from raydist.spec import ModelSpec
 from raydist.storage import Storage
+from raydist.worker.comm import gloo_p2p
+from raydist.worker.mesh import Mesh
 from raydist.worker.parallel import ParamShard
+from raydist.worker.parallel._cut import Cut
 from raydist.worker.parallel._model_graph import plain_name
 from raydist.worker.weight_files import WeightFiles
 
@@ -29,11 +37,14 @@ def leave_empty(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def load(spec: ModelSpec, model: nn.Module, shards: Mapping[str, ParamShard], vocab_size: int) -> int:
+def load(
+    spec: ModelSpec, model: nn.Module, shards: Mapping[str, ParamShard], vocab_size: int, mesh: Mesh | None = None
+) -> int:
     """Fills `shards`, and the persistent buffers of `model`, from the folder `spec.hf`; returns the bytes that were read.
 
-    Sends nothing. Parameters that no file has (adapters) are left as they are. `vocab_size`: of the tokenizer. Raises UserError,
-    the same on every rank, if the tensors are others; StorageError if an object store refuses a read.
+    Parameters that no file has (adapters) are left as they are. `vocab_size`: of the tokenizer. With `mesh` the ranks of a tensor
+    group read from an object store together; else nothing is sent. Raises UserError, the same on every rank, if the tensors are
+    others; StorageError if an object store refuses a read.
     """
     assert spec.hf is not None
     folder, format = Storage(spec.hf), format_for(spec)
@@ -43,10 +54,13 @@ def load(spec: ModelSpec, model: nn.Module, shards: Mapping[str, ParamShard], vo
     parts += [(name, b, (0,) * b.ndim, tuple(b.shape)) for name, b in buffers.items() if name in shapes]
     with WeightFiles(folder, check(folder, spec, format, shapes)) as files:
         for name, local, offset, size in parts:
+            copy = _copy
+            if mesh is not None and folder.local is None and name in shards and shards[name].columns[1] > 1:
+                copy = partial(_share, mesh=mesh)
             for piece in format.pieces(name, shapes[name]):
                 common = overlap(piece, shapes[name], offset, size)
                 if common is not None:
-                    _copy(files, piece.name, common[0], local[common[1]])
+                    copy(files, piece.name, common[0], local[common[1]])
     return files.nbytes
 
 
@@ -69,3 +83,23 @@ def _copy(files: WeightFiles, name: str, where: tuple[slice, ...], into: Tensor)
     for at in range(0, len(into), rows):
         first, n = where[0].start + at, min(rows, len(into) - at)
         into[at : at + n].copy_(files.read(name, (slice(first, first + n), *where[1:])))
+
+
+def _share(files: WeightFiles, name: str, where: tuple[slice, ...], into: Tensor, mesh: Mesh) -> None:
+    """The same for a matrix of whose rows each rank of the tensor group has a part: each reads some of them whole."""
+    group = mesh.group("tensor")
+    assert group is not None, "the ranks that have the other parts"
+    width = files.tensors[name].shape[1]
+    widths = Cut(1, torch.Size((0, width))).sizes(mesh.tensor)
+    most, own = files.rows(name) * mesh.tensor, mesh.tensor_rank
+    for at in range(0, len(into), most):
+        n = min(most, len(into) - at)
+        ends = [n * r // mesh.tensor for r in range(mesh.tensor + 1)]
+        counts = [stop - start for start, stop in pairwise(ends)]
+        first = where[0].start + at + ends[own]
+        rows = files.read(name, (slice(first, first + counts[own]), slice(0, width)))
+        sent = torch.cat([part.flatten() for part in torch.split(rows, widths, 1)]).to(mesh.rank.device)
+        came = sent.new_empty(n * widths[own])
+        into_each, to_each = [count * widths[own] for count in counts], [counts[own] * w for w in widths]
+        gloo_p2p.all_to_all(came, sent, group, into_each, to_each).wait()
+        into[at : at + n].copy_(came.view(n, -1))

@@ -29,16 +29,16 @@ class WeightFiles(ExitStack):
     def __init__(self, folder: Storage, tensors: Mapping[str, FileTensor]) -> None:
         super().__init__()
         self.nbytes = 0
-        self._folder, self._tensors = folder, tensors
+        self._folder, self.tensors = folder, tensors
         self._opened: dict[str, Any] = {}
 
     def rows(self, name: str) -> int:
         """How many rows, along the first dimension, have at most READ_BYTES; at least one."""
-        return max(1, READ_BYTES // max(1, math.prod(self._tensors[name].shape[1:]) * 4))
+        return max(1, READ_BYTES // max(1, math.prod(self.tensors[name].shape[1:]) * 4))
 
     def read(self, name: str, where: tuple[slice, ...] = ()) -> Tensor:
         """A part of a tensor, in the file's format; () is the whole. Slices have a start and a stop. Raises StorageError."""
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         if self._folder.local is not None:
             if tensor.file not in self._opened:
                 opened = safe_open(self._folder.local / tensor.file, framework="pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -16,11 +17,14 @@ from raydist.api import start as api_start
 from raydist.errors import DataError, RunNotFound, SpecError, TrainingStopped, UsageError
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, Finding, StepRecord
+from raydist.report.text import size
 from raydist.run.directory import SPEC, RunDir
 from raydist.run.driver_process import this_process
 from raydist.run.lease import DriverLease
 from raydist.run.log import json_line
 from raydist.run.status import write_state
+from raydist.spec import JobSpec
+from raydist.spec.script import SESSION
 
 
 @pytest.fixture
@@ -72,6 +76,51 @@ def test_a_finished_run(folder: RunDir) -> None:
     assert shown.startswith("<iframe srcdoc=")
     assert "Loss" in shown
     assert "<script" not in shown, "the page is quoted as an attribute"
+
+
+def test_the_doctor_says_which_setting_fits(tmp_path: Path) -> None:
+    """Of a rank that ran out of memory: which settings fit by the planner, with both forecasts, after those that a decision had
+    changed; what is missing for it, of a run without telemetry; and nothing of the planner's for a user's own loop."""
+    train = {"steps": 10, "global_batch": 64, "micro_batch": 32}
+    spec = JobSpec.model_validate(
+        {"data": {"source": "any"}, "model": {"name": "gpt", "layers": 2, "width": 64, "heads": 4, "context": 512},
+         "train": train, "optim": {"lr": 1e-3}, "cluster": {"workers": 2}}
+    )  # fmt: skip
+    of_script = spec.model_copy(update={"model": spec.model.model_copy(update={"name": SESSION})})
+    found = []
+    for name, job, telemetry in (("a-run", spec, True), ("blind", spec, False), ("own", of_script, True)):
+        run = RunDir(tmp_path / name)
+        run.storage.write(SPEC, json.dumps(job.model_dump(mode="json")).encode())
+        monitor = RunMonitor(run.uri, interval_s=60.0)
+        who = {"at": time.time(), "host": "h", "node": "10.0.0.1"}
+        rows = [{**who, "kind": "node", "memory_total_bytes": 2 * (2**29 + 100 * 2**20)},
+                *({**who, "kind": "rank", "rank": r, "attempt": 2, "step": 3} for r in range(2))]  # fmt: skip
+        workers = [{"rank": r, "host": "h", "node_ip": "10.0.0.1", "device": "cpu"} for r in range(2)]
+        failure = {"fault": "out_of_memory", "rank": 1, "cause": "no memory", "traceback": "", "echoes": 1}
+        monitor.begin_attempt(1, 2, 0)
+        monitor.push(
+            [], [Event("decision", time.time(), {"action": "restart", "because": "", "micro_batch": 16}).to_dict()]
+        )
+        monitor.begin_attempt(2, 2, 0)
+        monitor.push([], [Event("workers", time.time(), {"workers": workers}).to_dict()])
+        if telemetry:
+            monitor.observe(rows)
+        monitor.push([], [Event("failure", time.time(), {"attempt": 2, **failure}).to_dict()])
+        monitor.end("stopped")
+        told = raydist.Run(run).doctor()
+        (one,) = [one for one in told["findings"] if one["rule"] == "stopped"]
+        found.append((one, told["blind"]))
+    (fits, _), (unknown, blind), (own, _) = found
+    figures = {one["figure"]: one["value"] for one in fits["evidence"] if one["from"].startswith("planner")}
+    needed, usable, then = figures.values()
+    assert usable == pytest.approx(100 * 2**20, rel=1e-3)
+    assert needed > usable >= then > needed / 16
+    assert fits["remedy"].startswith("set train.")
+    assert f"by the planner the fullest device then needs {size(then)} of 100.0 MiB; as it ran" in fits["remedy"]
+    assert fits["culprit"]["setting"].startswith("train.")
+    assert "`raydist doctor RUN` says which fits" in unknown["remedy"]
+    assert any("after attempt 2 ran out of memory: no telemetry" in line for line in blind)
+    assert own["remedy"] == "lower the session's micro_batch, or use the session's strategy: zero2 or zero3"
 
 
 def test_listed_and_deleted(folder: RunDir) -> None:

@@ -94,7 +94,8 @@ FETCH = """
 import sys
 from raydist.checkpoint import hub
 from raydist.spec import load
-print(hub.local(load("job.yaml"), sys.argv[1]).model.hf)
+model = hub.local(load("job.yaml"), sys.argv[1]).model
+print(model.hf or model.options["weights"])
 """
 
 
@@ -103,8 +104,13 @@ def environment(folder: Path, address: str) -> dict[str, str]:
     return {**kept, "HF_ENDPOINT": address, "HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_XET": "1"}
 
 
-def written(folder: Path, name: str) -> None:
-    tree = {"model": {"hf": name}, "data": {"source": "python-stdlib"}, "train": {"steps": 1}}
+def written(folder: Path, name: str, field: str = "hf") -> None:
+    options = {"name": "transformers", "context": 8, "options": {"weights": name}}
+    tree = {
+        "model": {"hf": name} if field == "hf" else options,
+        "data": {"source": "python-stdlib"},
+        "train": {"steps": 1},
+    }
     (folder / "job.yaml").write_text(yaml.safe_dump(tree))
 
 
@@ -133,8 +139,8 @@ def test_two_runs_download_a_model_once(tmp_path: Path, endpoint: str) -> None:
 
 
 def test_runs_on_an_object_store_copy_a_model_once(tmp_path: Path, endpoint: str, s3: Any) -> None:
-    """Two that start together use the same copy, and no other is left; a later one needs neither hub nor download. A copy that was
-    cut off is not used."""
+    """Two that start together use the same copy, and no other is left; a later one needs neither hub nor download, whichever field
+    names the model. A copy that was cut off is not used."""
     written(tmp_path, "hf://me/tiny")
     model = Storage(s3.uri(f"hubs/.hub/models--me--tiny/{COMMIT}"))
     model.write("cut/config.json", b"{")
@@ -148,14 +154,8 @@ def test_runs_on_an_object_store_copy_a_model_once(tmp_path: Path, endpoint: str
     (tmp_path / "home/hub/models--me--tiny/snapshots" / COMMIT / "config.json").unlink()
     (tmp_path / "home/hub/models--me--tiny/snapshots" / COMMIT / "config.json").write_bytes(Hub.files["config.json"])
     assert fetched(tmp_path, NOWHERE, s3.uri("hubs")) == [one]
-
-
-def test_options_name_no_object_store(tmp_path: Path) -> None:
-    """The library reads local files."""
-    plain = job("ddp", data={"source": "python-stdlib"})
-    model = plain.model.model_copy(update={"name": "transformers", "options": {"weights": "s3://bucket/tiny"}})
-    with pytest.raises(UserError, match=r"model\.options: s3://bucket/tiny: the library reads local files alone"):
-        hub.local(plain.model_copy(update={"model": model}), str(tmp_path))
+    written(tmp_path, "hf://me/tiny", "options.weights")
+    assert fetched(tmp_path, NOWHERE, s3.uri("hubs")) == [one]
 
 
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:

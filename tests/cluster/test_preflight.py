@@ -118,8 +118,8 @@ def test_a_node_says_all_that_it_lacks(tmp_path: Path) -> None:
     assert "no-data was not found" in text
     assert "offload.path" in text
     assert "no-swap does not exist" in text
-    assert "model.hf: " in text
-    assert "no-model was not found" in text
+    assert "the weights " in text
+    assert "no-model were not found" in text
     assert "no module 'no_such_module'" in text
     assert found["versions"] == versions()
 

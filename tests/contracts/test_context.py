@@ -45,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SPARSE = {"name": "tests.sparse:build", "layers": 3, "width": 32, "heads": 4, "context": CONTEXT,
           "options": {"balance": 0.1}}  # fmt: skip
+FP16 = {"params": "fp16", "loss_scale": {"initial": 1024}}
 N, MICRO = 7, 2
 """Samples of a global batch and of a micro-batch: with accumulation, a short micro-batch, and masked targets, which are all of a
 rank's part of the last sample."""
@@ -159,6 +160,8 @@ def test_packed_documents(ranks: Any, model: str) -> None:
     ("strategy", "sections", "loss", "norm"),
     [
         ("zero2", {"precision": "bf16"}, 5e-3, 2e-2),  # bf16 rounds by up to 0.4%
+        ("zero1", {"precision": FP16}, 5e-3, 2e-2),
+        ("ddp", {"optim": {"name": "muon", "lr": 1e-2}}, 1e-4, 1e-6),
         ("zero1", {"offload": {"optimizer": "cpu"}}, 1e-6, 1e-6),
         ("zero3", {"offload": {"parameters": "cpu"}}, 1e-6, 1e-6),
     ],
@@ -166,8 +169,8 @@ def test_packed_documents(ranks: Any, model: str) -> None:
 def test_with_formats_and_offload(
     ranks: Any, strategy: str, sections: dict[str, Any], loss: float, norm: float
 ) -> None:
-    """Context 2 stays near one process in the same format."""
-    right = train(alone(), job("ddp", WIDE, **{k: v for k, v in sections.items() if k == "precision"}))
+    """Context 2 stays near one process in the same format, and with an optimizer of whole matrices."""
+    right = train(alone(), job("ddp", WIDE, **{k: v for k, v in sections.items() if k != "offload"}))
     for reports, _, _, _, held_out in run(ranks, train, 2, mesh(strategy, 2, **sections)):
         assert [r.loss for r in reports] == pytest.approx([r.loss for r in right[0]], rel=loss)
         assert reports[0].grad_norm == pytest.approx(right[0][0].grad_norm, rel=norm)

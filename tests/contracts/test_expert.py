@@ -138,6 +138,7 @@ def test_two_runs_have_the_same_bits(ranks: Any) -> None:
         # bf16 rounds by up to 0.4%, and changes the experts of a token in a hundred.
         ("zero2", {"precision": "bf16"}, 1e-2, 5e-2),
         ("zero3", {"precision": "bf16"}, 1e-2, 5e-2),
+        ("zero1", {"precision": {"params": "fp16", "loss_scale": {"initial": 1024}}}, 1e-2, 5e-2),
         ("zero1", {"offload": {"optimizer": "cpu"}}, 1e-6, 1e-6),
         ("zero3", {"offload": {"parameters": "cpu"}}, 1e-6, 1e-6),
     ],

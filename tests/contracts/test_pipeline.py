@@ -109,6 +109,15 @@ def test_each_strategy_runs_in_each_stage(ranks: Any, strategy: str, fields: dic
         same_bits(got, reference(ranks, 2, strategy=strategy, clip=0))
 
 
+@pytest.mark.parametrize("name", registry.names("optimizer"))
+def test_each_optimizer_in_each_stage(ranks: Any, name: str) -> None:
+    """Also those that need whole matrices: a stage has them."""
+    optim = {"name": name, "lr": 1e-2, "clip": 0}
+    (right,) = run(ranks, train, 1, job("ddp", DEEP, optim=optim))
+    for got in run(ranks, train, 2, mesh_job("ddp", 1, DEEP, TWO, optim=optim)):
+        same_bits(got, right)
+
+
 def test_hsdp_in_each_stage(ranks: Any) -> None:
     """Copies of pairs: dp 4 x pipeline 2."""
     variant = GROUPED["hsdp"]
@@ -447,9 +456,9 @@ def test_formats_keep_the_bits(ranks: Any, strategy: str, replicas: int, section
 
 def test_compiled_blocks_keep_the_bits(ranks: Any) -> None:
     """Two stages of a block each: the bits of one rank with the same compiled blocks. It has a process, too, because warnings of
-    torch.compile fail this one. Equal micro-batches, because to compile takes seconds for each shape."""
+    torch.compile fail this one. Equal micro-batches and blocks without attention, because to compile takes seconds."""
     fields: dict[str, Any] = {**UNCLIPPED, "train": {"compile": "blocks"}}
-    model, n = {**DEEP, "layers": 2}, 8
+    model, n = {"name": "mlp", "layers": 2, "width": 16, "context": CONTEXT}, 8
     (right,) = ranks.run(train, 1, job("ddp", model, **fields), n)
     for got in run(ranks, train, 2, mesh_job("ddp", 1, model, TWO, **fields), n):
         same_bits(got, right)

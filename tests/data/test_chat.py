@@ -26,6 +26,8 @@ from raydist.data.prepare import prepare
 from raydist.data.sequences import Sequences
 from raydist.errors import DataError, SpecError
 from raydist.spec import ModelSpec, parse
+from raydist.worker.evaluate import batches_of, evaluate, job_of
+from raydist.worker.loss import build as build_loss
 from raydist.worker.loss.cross_entropy import loss_sum
 
 TALKS: list[list[dict[str, str]]] = [
@@ -84,18 +86,19 @@ def made(
     tmp_path: Path, rows: list[Any], tokenizer: str = "bytes", template: str | None = "chatml", **more: Any
 ) -> TokenDataset:
     """The dataset of these rows, all of them in the train split."""
+    tmp_path.mkdir(exist_ok=True)
     source = lines(tmp_path / "rows.jsonl", rows)
     chat = chat_format(template, tokenizer, more.pop("loss_on", "completions"))
     prepare([source], str(tmp_path / "tokens"), tokenizer, chat=chat, eval_fraction=0.0, **more)
     return TokenDataset(tmp_path / "tokens")
 
 
-def documents(dataset: TokenDataset) -> list[tuple[list[int], list[bool]]]:
+def documents(dataset: TokenDataset, part: str = "train") -> list[tuple[list[int], list[bool]]]:
     """Of each document the tokens, and whether each counts."""
-    split = dataset.split("train")
+    split = dataset.split(part)
     assert split.counts is not None
     found = []
-    for number in range(dataset.index.train.documents):
+    for number in range(getattr(dataset.index, part).documents):
         start, stop = split.document(number)
         assert split.are_ends(np.array([start]), stop - start)[0].tolist() == [False] * (stop - start - 1) + [True]
         found.append((split.read(start, stop).tolist(), (split.counts.read(start, stop) != 0).tolist()))
@@ -109,6 +112,20 @@ def counted(dataset: TokenDataset) -> list[list[str]]:
         edges = np.flatnonzero(np.diff([0, *counts, 0]))
         found.append([dataset.tokenizer.decode(ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)])
     return found
+
+
+def test_a_tokenizer_on_an_object_store(folder: Path, tmp_path: Path, s3: Any) -> None:
+    """It and the template beside it make the same dataset as on a disk, which has no secret of the URI; one that is missing is an
+    error without."""
+    place, mark, options = s3.uploaded(folder, "tokenizer").partition("?")
+    names = f"{place}/tokenizer.json{mark}{options}", str(folder / "tokenizer.json")
+    there, here = (made(tmp_path / str(i), [{"messages": TALKS[0]}], name, None) for i, name in enumerate(names))
+    assert there.index.tokenizer.hash == here.index.tokenizer.hash
+    assert counted(there) == counted(here)
+    assert there.index.tokenizer.name.startswith("s3://bucket/tokenizer/tokenizer.json?")
+    with pytest.raises(DataError, match=r"tokenizer s3://bucket/tokenizer/none\.json.*: .*No such file") as caught:
+        made(tmp_path / "2", [GOOD], names[0].replace("tokenizer.json", "none.json"))
+    assert "check the bucket's name" in caught.value.hint
 
 
 @pytest.mark.parametrize("template", [None, "chatml"])
@@ -205,6 +222,30 @@ def test_packing_keeps_conversations_apart(folder: Path, tmp_path: Path) -> None
         alone += loss(np.array([ids[:-1]]), targets[None], np.zeros((1, len(ids) - 1), np.int32))
     assert loss(*packed).item() == pytest.approx(alone.item(), rel=1e-5)  # other lengths: other kernels
     assert loss(*packed[:2], np.zeros_like(packed[2])).item() != pytest.approx(alone.item(), rel=1e-4)
+
+
+def test_evaluations_keep_conversations_apart(tmp_path: Path) -> None:
+    """The held-out loss is that of each conversation alone, over what the assistant says: of a run with `data.batching`, and of
+    `raydist evaluate`, which knows the dataset only."""
+    rows = [{"messages": [{**m, "content": f"{m['content']} {i}"} for m in TALKS[i % 3]]} for i in range(30)]
+    prepare([lines(tmp_path / "rows.jsonl", rows)], str(tmp_path / "tokens"), chat=chat_format("chatml", "bytes", "completions"),
+            eval_fraction=0.5)  # fmt: skip
+    dataset = TokenDataset(tmp_path / "tokens")
+    spec = ModelSpec(layers=2, width=16, heads=2, context=400)
+    torch.manual_seed(0)
+    model = registry.load("model", "gpt")(spec, dataset.vocab_size)
+    job = parse({"model": spec.model_dump(), "data": {"path": str(tmp_path / "tokens"), "batching": {"max_tokens": 900}},
+                 "train": {"steps": 1, "global_batch": 5}, "eval": {"batches": 10}})  # fmt: skip
+    of_run, of_command = (
+        evaluate(model, batches_of(each, dataset), build_loss(job)) for each in (job, job_of(spec, dataset, 10, 4))
+    )
+    assert of_run.tokens == of_command.tokens == sum(sum(counts[1:]) for _, counts in documents(dataset, "eval"))
+    alone = 0.0
+    for ids, counts in documents(dataset, "eval"):
+        targets = np.where(counts[1:], ids[1:], MASKED)
+        alone += loss_sum(model, MicroBatch(torch.tensor([ids[:-1]]), torch.as_tensor(targets)[None])).item()
+    assert of_run.loss == pytest.approx(alone / of_run.tokens, rel=1e-5)
+    assert of_command.loss == pytest.approx(of_run.loss, rel=1e-5)
 
 
 def test_documents_of_like_length(tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raydist.diagnosis import Diagnosis, Facts, Former, check_job, examine, rules, thresholds, words_of_tree
+from raydist.diagnosis import Diagnosis, Facts, Former, check_job, examine, rules, sizes, thresholds, words_of_tree
 from raydist.diagnosis._symptoms import SYMPTOMS
-from raydist.diagnosis.layer_gradients import sizes
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, Finding
 from raydist.run.directory import SPEC, RunDir
@@ -301,6 +300,10 @@ def test_a_bad_batch_and_a_high_learning_rate_differ() -> None:
         one, big = np.resize(losses, 800), np.resize(norms, 800)
         one[at], big[at] = 6.0, 20.0
         assert [found.figures["step"] for found in judged(steps(one, big), every=looks)] == [at + 1]
+    in_blocks = losses * np.where(np.arange(200) % 40 < 20, 1.0, 1.1)  # data that is not shuffled
+    assert judged(steps(in_blocks, norms)) == []
+    in_blocks[150:] += 1.5
+    assert [found.rule for found in judged(steps(in_blocks, norms))] == ["lr_too_high"]
     rises, grows = losses.copy(), norms.copy()
     rises[150:] += 1.5
     grows[150:] *= 5
@@ -429,6 +432,39 @@ def test_a_layer_that_learns_nothing_or_too_much() -> None:
     assert found(lambda i: 1e-3 * 0.3**i, lambda i: 1e-3 * 0.3**i) == []
     assert found(lambda i: 0.0) == []
     assert found(lambda i: 1e-3 if i % 3 else 1e-7) == []
+
+
+def test_a_layer_whose_output_vanishes_or_explodes() -> None:
+    """The first in the order of the model, not one that follows it, nor its gradient; one that is next to nothing from the start.
+    A layer that grows from zero is not named, nor one that is exactly zero for a while."""
+
+    def found(size: Callable[[int], float], after: Callable[[int], float] = lambda i: 0.3) -> list[Finding]:
+        events = []
+        for i in range(20):
+            gradients = {
+                f"{name}.weight": {"counts": [1], "sum_squares": (1e-3 * now) ** 2}
+                for name, now in (("a", 1.0), ("b", size(i) or 1.0), ("c", 1.0), ("d", 1.0))
+            }
+            outputs = {"a": 1.0, "b": size(i), "c": after(i), "d": 2.0}
+            data = {"step": 10 * i, "weights": {}, "gradients": gradients, "activations": outputs}
+            events.append(sizes(Event("histograms", T + i, data)))
+        diagnosis = Diagnosis()
+        told = [one for event in events for one in diagnosis.observe([], [], [event]) if one.state == "new"]
+        assert diagnosis.problems == {}
+        return told
+
+    (one,) = found(lambda i: 1.0 if i < 12 else 1e-4, lambda i: 0.3 if i < 12 else 1e-6)
+    assert (one.rule, one.severity, one.culprit) == ("layer_activations", "warning", {"parameter": "b"})
+    assert "so do 1 other layers" in one.what
+    (one,) = found(lambda i: 1.0 if i < 12 else 0.0)
+    assert (one.rule, one.culprit) == ("layer_activations", {"parameter": "b"})
+    (one,) = found(lambda i: 1.0 if i < 12 else 5e3)
+    assert (one.severity, one.culprit) == ("critical", {"parameter": "b"})
+    (one,) = found(lambda i: 1e-6)
+    assert "since the first histograms" in one.what
+    assert found(lambda i: min(1.0, 1e-3 * (i + 1) ** 2)) == []
+    assert found(lambda i: 0.0 if i < 6 else 1.0) == []
+    assert found(lambda i: 1.0 if i % 3 else 1e-5) == []
 
 
 @pytest.mark.parametrize(

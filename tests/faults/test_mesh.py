@@ -1,14 +1,17 @@
 """Faults on a mesh, a pipeline of two stages of two tensor parallel ranks: one run, with the bits of an undisturbed one. Its events
-name the rank, although the others of its replica wait for it. What does not depend on the mesh is in tests/faults/test_survived.py,
-and so are replicas that differ, bad numbers and lack of memory; lost nodes: tests/end_to_end/test_nodes.py.
+name the rank, although the others of its replica wait for it. SIGKILL and SIGSTOP on the other meshes of four ranks; of each rank
+of each mesh: benchmarks/mesh_faults.py. What does not depend on the mesh is in tests/faults/test_survived.py, and so are replicas
+that differ, bad numbers and lack of memory; lost nodes: tests/end_to_end/test_nodes.py.
 
-Over a minute: nine attempts of four ranks, and five of four ranks that share experts.
+Over a minute: nine attempts of four ranks, and three each on three other meshes.
 """
 
 from __future__ import annotations
 
 import re
 from typing import Any
+
+import pytest
 
 from raydist.faults import (
     DamageCheckpoint,
@@ -68,29 +71,37 @@ def test_faults_of_each_rank_of_a_mesh(project: Any) -> None:
     assert project.weights("mesh-faults", STEPS) == project.weights("mesh-no-fault", STEPS)
 
 
-EXPERTS = ["model.name=mixtral", "model.layers=2", "model.width=16", "model.heads=2", "model.hidden=16", "parallel.strategy=zero1",
-           "parallel.expert=4", "cluster.workers=4", "cluster.cpus_per_worker=0.5", "recovery.step_timeout=5",
-           "recovery.max_failures=-1", "train.steps=22", "checkpoint.keep=100"]  # fmt: skip
+LAST = 7
+OTHERS = {
+    "dp 2 x tensor 2": ["model.name=gpt", "parallel.strategy=zero1", "parallel.tensor=2"],
+    "dp 2 x pipeline 2": ["model.name=gpt", "parallel.strategy=zero3", "parallel.pipeline=2"],
+    "dp 4 with expert 4": ["model.name=mixtral", "model.hidden=16", "parallel.strategy=zero2", "parallel.expert=4"],
+}
+SMALL = ["model.layers=2", "model.width=16", "model.heads=2", "cluster.workers=4", "cluster.cpus_per_worker=0.5",
+         "recovery.step_timeout=5", "recovery.max_failures=-1", "recovery.snapshot_every=1", f"train.steps={LAST}",
+         "checkpoint.every=100"]  # fmt: skip
 
 
-def test_each_rank_that_shares_experts_stops(project: Any) -> None:
-    """dp 4 with the experts of each layer on all four: SIGSTOP of each rank, while the others wait for its experts. The rank is
-    named, and the run has the bits of one that is not stopped. In both, all routers send all tokens to one expert in the last step.
-    SIGKILL: tests/worker/test_exactness.py."""
-    fields = [word for field in EXPERTS for word in ("--set", field)]
-    uneven = ExpertImbalance(step=22, tokens=1.0)
-    project.train("experts-no-fault", *fields, *write(project, "uneven", [uneven]), own_model=False)
-    undisturbed = project.steps("experts-no-fault")
-    *_, before, last = (row["expert_loads"][0] for row in undisturbed)
-    assert last[0] == sum(last) // 2 > before[0]  # each token takes two
-    # The first steps of an attempt have no time limit.
-    faults = [*(Suspend(rank=rank, step=5 + 5 * rank, phase="backward") for rank in range(4)), uneven]
-    done = project.warm("train", "job.yaml", "--name", "experts", *fields, *write(project, "experts", faults))
+@pytest.mark.parametrize(("mesh", "dies", "stops"), [*zip(OTHERS, (3, 1, 2), (1, 2, 0), strict=True)])
+def test_a_rank_dies_and_another_one_stops(project: Any, mesh: str, dies: int, stops: int) -> None:
+    """SIGKILL of a rank and SIGSTOP of one that others wait for: each is named, the run goes on from copies in memory, and has the
+    bits of one without faults. With experts all routers send all tokens to one of them in the last step."""
+    sparse = "expert" in mesh
+    name = mesh.replace(" ", "-")
+    fields = [word for field in [*OTHERS[mesh], *SMALL] for word in ("--set", field)]
+    uneven: list[Fault] = [ExpertImbalance(step=LAST, tokens=1.0)] if sparse else []
+    faults = [Kill(rank=dies, step=2, phase="update"), Suspend(rank=stops, step=LAST - 2, phase="backward")]
+    project.train(f"{name}-calm", *fields, *write(project, f"{name}-calm", uneven), own_model=False)
+    done = project.warm("train", "job.yaml", "--name", name, *fields, *write(project, name, [*faults, *uneven]))
     assert done.returncode == 0, done.stderr
-    failures = project.events("experts", "failure")
-    assert [(f["rank"], f["fault"]) for f in failures] == [(rank, "worker_hung") for rank in range(4)]
-    assert all("stopped (SIGSTOP)" in failure["cause"] for failure in failures)
-    disturbed = project.steps("experts")
+    failures = project.events(name, "failure")
+    assert [(f["rank"], f["fault"]) for f in failures] == [(dies, "worker_died"), (stops, "worker_hung")]
+    assert ["SIGKILL" in failures[0]["cause"], "stopped (SIGSTOP)" in failures[1]["cause"]] == [True, True]
+    assert project.events(name, "resumed")[-1]["source"] == "memory"
+    disturbed, undisturbed = project.steps(name), project.steps(f"{name}-calm")
     assert exact(disturbed) == exact(undisturbed)
-    assert [row["expert_loads"] for row in disturbed] == [row["expert_loads"] for row in undisturbed]
-    assert project.weights("experts", 22) == project.weights("experts-no-fault", 22)
+    assert project.weights(name, LAST) == project.weights(f"{name}-calm", LAST)
+    if sparse:
+        *_, before, last = (row["expert_loads"][0] for row in undisturbed)
+        assert last[0] == sum(last) // 2 > before[0]  # each token takes two
+        assert [row["expert_loads"] for row in disturbed] == [row["expert_loads"] for row in undisturbed]

@@ -52,6 +52,7 @@ from raydist.faults import (
     Raise,
     Reading,
     ReadOnly,
+    ScaleActivations,
     ScaleGradient,
     Segfault,
     SkipCollective,
@@ -118,6 +119,7 @@ HICCUPS: list[Fault] = [
     # In which the save of step 18 ends: else that of 21 may not begin before the deadlock.
     SlowRank(rank=1, step=19, seconds=1.0),
     ScaleGradient(step=24, factor=1.0),
+    ScaleActivations(step=24, factor=1.0),
     LearningRate(step=25, factor=1.0),
     Reading(rank=1, step=36, column="gpu_pcie_width", value=4),
     KillProcess(rank=0, step=51, process="monitor", lack_of_memory=True),

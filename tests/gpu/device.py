@@ -35,7 +35,7 @@ if CUDA:
 
 cuda_only = pytest.mark.skipif(not CUDA, reason="needs a CUDA device: see CONTRIBUTING")
 
-VOCAB, CONTEXT, STEPS = 256, 64, 5
+VOCAB, CONTEXT, STEPS = 256, 64 if CUDA else 16, 5
 MODEL = {"layers": 3, "width": 128, "heads": 2, "context": CONTEXT}
 
 

@@ -31,6 +31,7 @@ ALWAYS = {
     "gpu_memory_clock_hz": float,
     "gpu_throttle": str,
     "gpu_ecc_errors": int,
+    "gpu_ecc_corrected": int,
 }
 GPM = ("gpu_sm_active", "gpu_tensor_active", "gpu_dram_active")
 PCIE = ("gpu_pcie_in_bytes_per_second", "gpu_pcie_out_bytes_per_second")

@@ -140,6 +140,11 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
             "train.virtual_ranks=4 & train.compile=blocks & model.name=mixtral",
             "train.compile: 'blocks' does not go with train.virtual_ranks for a model with experts: each shape is",
         ),
+        (
+            "comm.options={ratio: 0.1}",
+            "comm.options: {'ratio': 0.1} belongs to a compressor, and compress: none has none",
+        ),
+        ("comm.error_feedback=true", "comm.error_feedback: True belongs to a compressor, and compress: none has none"),
         ("train.virtual_ranks=4 & comm.compress=int8", "comm.compress: 'int8' does not go with train.virtual_ranks"),
         (
             "train.virtual_ranks=4 & precision.reduce=bf16",
@@ -199,6 +204,7 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
             "model.heads: 4 cannot be shared by parallel.tensor: 3 ranks; try parallel.tensor: 1 or 2 or 4",
         ),
         ("parallel.tensor=4", "parallel.tensor: 4 does not divide the 2 workers"),
+        ("parallel.tensor=4 & cluster.workers=[6, 9]", "parallel.tensor: 4 does not divide the 6 workers; try 1 or 3"),
         ("parallel.tensor=2 & cluster.spares=1", "cluster.spares: 1 is no multiple of parallel.tensor: 2"),
         ("parallel.context=4 & cluster.workers=2", "parallel.context: 4 does not divide the 2 workers; try 1 or 2"),
         (

@@ -273,13 +273,15 @@ def bad(step: int) -> list[dict[str, Any]]:
 BAD = bad(20)
 
 
-@pytest.mark.parametrize("parts", [4, 8])
-@pytest.mark.parametrize("strategy", registry.names("parallel"))
+@pytest.mark.parametrize(
+    ("strategy", "parts"), [(name, (4, 8)[i % 2]) for i, name in enumerate(registry.names("parallel"))]
+)
 def test_fifty_steps_on_a_random_schedule_of_ranks(
     ranks: Any, dataset: str, tmp_path: Path, of_one: Callable[[int], Run], strategy: str, parts: int
 ) -> None:
     """On 1 to 4 ranks in a random order, each for a random number of steps, through bad numbers and a kill: the losses, norms,
-    evaluations, weights, optimizer state and moved expert biases of one rank, to the bit."""
+    evaluations, weights, optimizer state and moved expert biases of one rank, to the bit. One or several virtual ranks on each of
+    four; each strategy with other numbers of them: tests/contracts/test_virtual_ranks.py."""
     draw = random.Random(f"{strategy} {parts}")
     changing = Run(ranks, dataset, tmp_path, strategy, EXPERTS, long(FIFTY, parts))
     ends = [*sorted(draw.sample(range(2, FIFTY - 4), 3)), FIFTY]
@@ -320,6 +322,13 @@ def test_virtual_ranks_have_the_same_bits_on_any_number_of_replicas(
     assert [r["samples_hash"] for r in changing.rows()] == [r["samples_hash"] for r in of_one(parts).rows()][:TWENTY]
 
 
+WATCHED = {
+    "observe": {"grad_noise": 1, "histograms": 4},
+    "train": {"check_gradients": 1, "check_replicas": 1},
+    "optim": {"lr": 1e-2, "clip": 0},
+}
+
+
 @pytest.mark.parametrize(
     ("strategy", "mesh", "model"),
     [
@@ -334,15 +343,22 @@ def test_each_rank_of_a_mesh_may_be_killed(
     ranks: Any, dataset: str, tmp_path: Path, strategy: str, mesh: dict[str, int], model: dict[str, Any]
 ) -> None:
     """On dp 2 x tensor 2, dp 2 x pipeline 2, tensor 2 x pipeline 2, dp 4 with expert 4 and dp 2 x context 2: each of the four ranks
-    is killed in turn, and the run ends with the bits of an undisturbed one."""
-    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy, model, **mesh)
+    is killed in turn, and the run ends with the bits of an undisturbed one. Gradients and replicas are checked in each step without
+    a finding, and histograms are the same."""
+    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy, model, WATCHED, **mesh)
     assert undisturbed.train(4) == "finished"
-    killed = Run(ranks, dataset, tmp_path / "killed", strategy, model, **mesh)
+    killed = Run(ranks, dataset, tmp_path / "killed", strategy, model, WATCHED, **mesh)
     for rank, phase in enumerate(("update", "forward", "backward", "update")):
         killed.die([Kill(rank=rank, step=2 + 3 * rank, phase=phase).model_dump(mode="json")], guilty=rank, world=4)
     assert killed.train(4) == "finished"
     assert [e["step"] for e in killed.told("resumed")] == [3, 6, 9]
     assert_same(killed, undisturbed)
+    assert not killed.told("replica_drift") + killed.told("gradients")
+    shown = [
+        {e["step"]: (e["weights"], e["gradients"]) for e in run.told("histograms")} for run in (killed, undisturbed)
+    ]
+    assert shown[0] == shown[1]
+    assert [*shown[1]] == [4, 8, 12]
 
 
 def test_from_mesh_to_mesh(ranks: Any, dataset: str, tmp_path: Path) -> None:
@@ -371,13 +387,6 @@ def test_from_mesh_to_mesh(ranks: Any, dataset: str, tmp_path: Path) -> None:
     for row, same in zip(rows, expected, strict=True):
         assert row["loss"] == pytest.approx(same["loss"], rel=1e-4)
         assert row["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-3)
-
-
-WATCHED = {
-    "observe": {"grad_noise": 1, "histograms": 4},
-    "train": {"check_gradients": 1, "check_replicas": 1},
-    "optim": {"lr": 1e-2, "clip": 0},
-}
 
 
 @pytest.mark.parametrize(

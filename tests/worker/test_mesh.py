@@ -6,8 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from raydist.errors import UserError
+from raydist.worker.comm import gloo_p2p
+from raydist.worker.comm.groups import another
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
 from tests.training import MODEL, alone, mesh_job, run
@@ -43,6 +47,25 @@ def test_context_is_data_to_a_strategy() -> None:
     meshes = [mesh(rank, 8, context=2, tensor=2) for rank in range(8)]
     assert [(made.data_rank, made.context_rank) for made in meshes[::2]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [rank for rank, made in enumerate(meshes) if made.counts] == [0, 2, 4, 6]
+
+
+def of_axes(rank: Rank) -> list[tuple[bool, bool]]:
+    """Of the groups along tensor and data and another one, of ranks of which the last is on another node: whether it is known to be
+    within one node, and whether it has the time limit of the world's."""
+    rank = replace(rank, node_ip="10.0.0.1" if rank.rank < 3 else "10.0.0.2")
+    made = Mesh(rank, tensor=2)
+    made.connect(gather_json(rank.node_ip, rank.control))
+    *groups, world = [
+        (group in gloo_p2p._within_node, group._get_backend(rank.device).options._timeout)
+        for group in (made.group("tensor"), made.group("data"), another(range(rank.world_size)), dist.group.WORLD)
+        if group is not None
+    ]
+    return [(near, limit == world[1]) for near, limit in groups]
+
+
+def test_groups_of_an_axis(ranks: Any) -> None:
+    """Each has the time limit of the world's, not torch's; only the tensor parallel ranks on one node exchange as such."""
+    assert run(ranks, of_axes, 4) == [[(rank < 2, True), (False, True), (False, True)] for rank in range(4)]
 
 
 def folded(rank: Rank) -> tuple[int, int]:

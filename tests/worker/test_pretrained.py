@@ -31,7 +31,7 @@ from raydist.run.directory import RunDir
 from raydist.spec import JobSpec, load
 from raydist.spec.huggingface import Piece
 from raydist.storage import Storage
-from raydist.worker import pretrained
+from raydist.worker import pretrained, weight_files
 from raydist.worker.attempt import Job, MonitorChannel
 from raydist.worker.build import build_model, build_strategy
 from raydist.worker.distributed import Rank
@@ -39,6 +39,7 @@ from raydist.worker.loop import train
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel._split import split_layers
 from tests.peaks import peak_of
+from tests.s3_proxy import Counting
 from tests.training import GROUPED, SHARDS_PARAMETERS, VARIANTS, Trainer, run
 from tests.worker.checkpoint.test_object_store import Failing
 from tests.worker.model.families import renamed, theirs, weights
@@ -126,7 +127,7 @@ def loaded(rank: Rank, spec: JobSpec) -> tuple[dict[str, torch.Tensor], int, int
     """All parameters after `load`, the bytes that this rank read, and those of its shards."""
     meta = spec.parallel.strategy in {VARIANTS[v]["strategy"] for v in SHARDS_PARAMETERS}
     trainer = Trainer(rank, spec, full=64, model=build_model(spec, IDS, meta))
-    read = pretrained.load(spec.model, trainer.model, trainer.shards, IDS)
+    read = pretrained.load(spec.model, trainer.model, trainer.shards, IDS, trainer.mesh)
     trainer.strategy.updated()
     trainer.step.optimizer_hooks.close()
     return trainer.whole(), read, sum(shard.local.nbytes for shard in trainer.shards.values())
@@ -167,35 +168,61 @@ def test_experts(ranks: Any, tmp_path: Path, parallel: dict[str, Any]) -> None:
         assert [name for name, value in right.items() if not torch.equal(values[name], value)] == []
 
 
-def all_loaded(rank: Rank, specs: list[JobSpec]) -> list[tuple[dict[str, torch.Tensor], int, int]]:
-    """`loaded` for each job."""
-    return [loaded(rank, spec) for spec in specs]
+def all_loaded(
+    rank: Rank, specs: list[list[JobSpec]], read_bytes: int
+) -> list[tuple[dict[str, torch.Tensor], int, int]]:
+    """`loaded` for each job, of which each rank has one; in rounds of so many bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_files, "READ_BYTES", read_bytes)
+        return [loaded(rank, of_ranks[rank.rank]) for of_ranks in specs]
 
 
 def test_an_object_store(ranks: Any, tmp_path: Path, s3: Any) -> None:
-    """Bit for bit the weights of the files there, in each format. Under zero3 a rank reads the bytes of its shards alone; where it
-    has a part of each row, it reads these rows."""
+    """Bit for bit the weights of the files there, in each format. A rank requests the index, the headers and the bytes of its
+    shards, and no byte more: also where each rank has a part of each row."""
     cases = [
         (torch.float16, {"strategy": "ddp"}),
         (torch.bfloat16, {"strategy": "zero3"}),
-        (torch.float32, {"strategy": "ddp", "tensor": 2}),
+        (torch.bfloat16, {"strategy": "ddp", "tensor": 2}),
     ]
-    specs, right = [], []
+    specs, right, headers, stores = [], [], [], []
     for i, (dtype, parallel) in enumerate(cases):
         folder = tmp_path / str(i)
         peer = saved(folder, "llama, biases, one key head", num_key_value_heads=2, shard="20KB", dtype=dtype)
-        model = {"hf": s3.uploaded(folder, f"hf/{i}"), "context": 8}
-        specs.append(job(tmp_path, model=model, parallel=parallel, cluster={"workers": 2}))
-        preflight.check_early(specs[-1], local=True)
-        right.append(renamed(weights(peer), build_model(specs[-1], IDS)))
-    for on_rank in run(ranks, all_loaded, 2, specs):
-        for (values, _, _), wanted in zip(on_rank, right, strict=True):
-            assert values.keys() == wanted.keys()
-            assert [name for name, value in wanted.items() if not torch.equal(values[name], value)] == []
-        (_, all_of_16_bits, whole), (_, share_of_16_bits, share), (_, rows, part) = on_rank
-        assert (all_of_16_bits, share_of_16_bits) == (whole / 2, share / 2)
-        assert share < 0.51 * whole
-        assert part < rows < 0.75 * whole
+        uri = s3.uploaded(folder, f"hf/{i}")
+        server = uri.partition("endpoint_override=")[2].partition("&")[0]
+        stores.append([Counting(server) for _ in range(2)])
+        specs.append(
+            [
+                job(
+                    tmp_path,
+                    model={"hf": uri.replace(server, store.place), "context": 8},
+                    parallel=parallel,
+                    cluster={"workers": 2},
+                )
+                for store in stores[-1]
+            ]
+        )
+        preflight.check_early(specs[-1][0], local=True)
+        right.append(renamed(weights(peer), build_model(specs[-1][0], IDS)))
+        each = [8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("*.safetensors")]
+        headers.append(sum(each) + (folder / INDEX).stat().st_size)
+    before = [[requested(store) for store in of_ranks] for of_ranks in stores]
+    found = run(ranks, all_loaded, 2, specs, 1000)
+    for number, on_rank in enumerate(found):
+        for i, (values, read, own) in enumerate(on_rank):
+            assert values.keys() == right[i].keys()
+            assert [name for name, value in right[i].items() if not torch.equal(values[name], value)] == []
+            assert read == own / 2
+            assert requested(stores[i][number]) - before[i][number] == read + headers[i]
+    assert all(own < 0.51 * found[0][0][2] for on_rank in found for _, _, own in on_rank[1:])
+    for store in (store for of_ranks in stores for store in of_ranks):
+        store.close()
+
+
+def requested(store: Counting) -> int:
+    """Bytes."""
+    return sum(last + 1 - first for first, last in store.ranges)
 
 
 def test_bad_objects(tmp_path: Path, s3: Any) -> None:
@@ -205,6 +232,9 @@ def test_bad_objects(tmp_path: Path, s3: Any) -> None:
     uri = s3.uploaded(tmp_path, "bad")
     spec = job(tmp_path, model={"hf": uri, "context": 8})
     there, name = Storage(uri), "model.safetensors"
+    with pytest.raises(UserError) as caught:
+        spec.model.rows(IDS + 1)
+    assert "s3://bucket/bad/tokenizer.json?endpoint_override=" in caught.value.hint
     raw = there.read(name)
     begin = 8 + int.from_bytes(raw[:8], "little")
     for damaged, says in (
@@ -224,7 +254,7 @@ def test_bad_objects(tmp_path: Path, s3: Any) -> None:
     runs = str(tmp_path / "runs")
     assert preflight.look_around(runs, None, [], weights=uri)["problems"] == []
     there.delete("config.json")
-    assert "was not found" in preflight.look_around(runs, None, [], weights=uri)["problems"][0]
+    assert "were not found" in preflight.look_around(runs, None, [], weights=uri)["problems"][0]
     for place in (uri, uri.replace("//key:secret@bucket/", "//key:secret@nobucket/")):
         with pytest.raises(
             SpecError, match=r"config\.json: cannot be read: No such file.*; check the bucket's name"

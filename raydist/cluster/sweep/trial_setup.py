@@ -119,7 +119,7 @@ def _looked_at(job: JobSpec) -> str:
     """Key of all settings that a preflight checks except resources: one check is enough for jobs with equal keys."""
     settings: Mapping[str, Any] = {
         "data": job.data.model_dump(mode="json"),
-        "model": [job.model.name, job.model.hf],
+        "model": [job.model.name, preflight.weights_of(job)],
         "strategy": job.parallel.strategy,
         "offload": job.offload.path,
         "snapshots": job.snapshot_every,

@@ -5,7 +5,7 @@ Runs anywhere. `tokenizers` is imported only where a tokenizer needs it.
     bytes                      raydist/data/tokenizers/bytes.py
     bpe:VOCAB                  raydist/data/tokenizers/bpe.py; the file's name, and an argument for it
     package.module:attribute   your own
-    PATH/tokenizer.json        a trained one, of any kind, as the `tokenizers` and `transformers` libraries save it
+    PATH/tokenizer.json        or its URI: a trained one, of any kind, as the `tokenizers` and `transformers` libraries save it
 
 A tokenizer is a file here, or your own `package.module:attribute`, and has a class `Tokenizer` with the methods of the protocol
 below, and
@@ -31,17 +31,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from raydist import registry
+from raydist import registry, remote_filesystem
 from raydist.data.chat_template import Rendered
 from raydist.data.tokenizers import bytes as _bytes
 from raydist.data.tokenizers._library import END, Library, TokenArray
 from raydist.errors import DataError, ExtensionNotFound
+from raydist.redact import redact
+from raydist.storage import Storage
 
 Bytes = _bytes.Tokenizer
 
@@ -120,19 +122,29 @@ def from_bytes(name: str, raw: bytes) -> Tokenizer:
 
 
 def load(name: str) -> Tokenizer:
-    """A tokenizer that needs no training, by its name or by the path of a tokenizer.json. Raises DataError."""
+    """A tokenizer that needs no training, by its name or by the path or URI of a tokenizer.json. Raises DataError."""
     found = _class(name)
     if found is not None:
         return cast(Tokenizer, found.make(name))
     try:
-        return Library(name, Path(name).expanduser().read_bytes())
+        return Library(redact(name), _bytes_of(name))
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = error.strerror or remote_filesystem.reason(error)
+        if "://" in name:
+            raise DataError(f"tokenizer {name}: {reason}", remote_filesystem.remedy(name, "check the URI")) from error
         usages = ", ".join(registry.load("tokenizer", each).usage for each in registry.names("tokenizer"))
         raise DataError(
             f"tokenizer {name!r}: {reason}",
-            f"there are: {usages}, the path of a tokenizer.json, or package.module:attribute of your own",
+            f"there are: {usages}, the path or URI of a tokenizer.json, or package.module:attribute of your own",
         ) from error
+
+
+def _bytes_of(name: str) -> bytes:
+    """Of a tokenizer.json. Raises OSError."""
+    if "://" not in name:
+        return Path(name).expanduser().read_bytes()
+    place = Storage(name)
+    return place.above().read(PurePosixPath(place.root).name)
 
 
 def _class(name: str) -> Any:

@@ -79,13 +79,16 @@ class Exporter(BaseExporter):
             self.scalars(record["step"], curves(record), at)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """The loss of an `eval`, and histograms."""
+        """The loss of an `eval`; histograms, and the sizes of layers' outputs."""
         if event["kind"] == "eval":
             self.scalars(int(event["step"]), {"eval/loss": float(event["loss"])}, event["at"])
         elif event["kind"] == "histograms":
             for what in ("weights", "gradients"):
                 for name, histogram in event[what].items():
                     self._histogram(int(event["step"]), f"{what}/{name}", histogram, event["at"])
+            sizes = {f"activations/{name}": size for name, size in event.get("activations", {}).items()}
+            if sizes:
+                self.scalars(int(event["step"]), sizes, event["at"])
 
     def scalars(self, step: int, values: Mapping[str, float], at: float) -> None:
         """One point on each of these curves."""

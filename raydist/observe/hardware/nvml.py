@@ -178,6 +178,7 @@ class _Gpu:
             "PCIe lanes": self._lanes,
             "NVLink states": self._nvlinks,
             "ECC errors": self._ecc,
+            "corrected ECC errors": self._corrected,
             "NVLink counters": self._links,
             "GPM counters": self._gpm,
         }
@@ -268,6 +269,11 @@ class _Gpu:
         lib = self._lib
         kind, since = lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC
         return {"gpu_ecc_errors": lib.nvmlDeviceGetTotalEccErrors(self.handle, kind, since)}
+
+    def _corrected(self) -> dict[str, Any]:
+        lib = self._lib
+        kind, since = lib.NVML_MEMORY_ERROR_TYPE_CORRECTED, lib.NVML_VOLATILE_ECC
+        return {"gpu_ecc_corrected": lib.nvmlDeviceGetTotalEccErrors(self.handle, kind, since)}
 
     def _links(self) -> dict[str, Any]:
         names = list(self._fields)

@@ -29,7 +29,7 @@ from raydist.errors import (
 )
 from raydist.records import Event
 from raydist.redact import redact
-from raydist.run.directory import Lineage, RunDir, manifest_name
+from raydist.run.directory import Lineage, RunDir, manifest_name, step_folder
 from raydist.worker.checkpoint.agreement import RankFailure, none_failed
 from raydist.worker.checkpoint.extra_state import EXTRA, owner, tensor_name
 from raydist.worker.checkpoint.save_plan import rank_name
@@ -40,6 +40,10 @@ from raydist.worker.parameter_table import dtype_name, gather_tensors
 T = TypeVar("T")
 Join = Callable[[str, Tensor, Tensor, bool], None]
 """See `Joins.join` in extra_state.py."""
+
+LATE_S, _LOOK_S = 3.0, 0.2
+"""How long a shard that the manifest names may be unseen here: an NFS client keeps names, and some object stores list late. And how
+often to look."""
 
 _leases: dict[tuple[str, int], Lease] = {}
 """The leases of this process, from `choose` to `load`."""
@@ -221,8 +225,22 @@ def _check_share(
     except (RaydistError, OSError) as error:
         return [f"{replicas[where - 1]}: rank {rank} cannot reach it: {error}"]
     files = sorted(found.files.items(), key=lambda f: (-f[1].bytes, f[0]))[rank::world_size]
-    problems = [manifest.check_file(run, found.step, name, entry) for name, entry in files]
-    return [p for p in problems if p]
+    problems = {name: manifest.check_file(run, found.step, name, entry) for name, entry in files}
+    deadline = time.monotonic() + LATE_S
+    while (
+        late := [n for n, p in problems.items() if p and _absent(run, found.step, n)]
+    ) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+        run.storage.files(step_folder(found.step))  # an NFS client asks its server anew about a folder that is listed
+        problems |= {name: manifest.check_file(run, found.step, name, found.files[name]) for name in late}
+    return [p for p in problems.values() if p]
+
+
+def _absent(run: RunDir, step: int, name: str) -> bool:
+    try:
+        return run.storage.size(manifest.path(step, name)) is None
+    except StorageError:
+        return False  # there or not, it cannot be read
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,11 @@ def restored_model(run: RunDir, manifest: Manifest, spec: JobSpec, vocab_size: i
 
     Raises UserError and CheckpointError if these are not the weights that the adapters were trained on.
     """
+    options = spec.model.options
+    if spec.model.name == "transformers" and isinstance(options.get("config"), dict):
+        # The weights that the run started from are not read again: the checkpoint has all of them.
+        model_spec = spec.model.model_copy(update={"options": {**options, "weights": None}})
+        spec = spec.model_copy(update={"model": model_spec})
     model = build_model(spec, vocab_size)
     base: set[str] = set()
     if spec.model.lora is not None:

@@ -302,13 +302,15 @@ class Saver:
         try:
             self._write(save, stage, failure)
             cpu, seconds = time.thread_time() - before, time.perf_counter() - save.begun
-            result = SaveResult(save.step, True, save.bytes, seconds, save.stalled, cpu)
+            result = SaveResult(save.step, True, save.bytes, seconds, self._stalled(save, seconds), cpu)
         except BaseException as error:
             rank, first = (error.rank, error.error) if isinstance(error, RankFailure) else (self._rank, error)
             self._fenced = first if isinstance(first, Fenced) else None
             cause = str(getattr(first, "message", None) or f"{type(first).__name__}: {first}")
             seconds = time.perf_counter() - save.begun
-            result = SaveResult(save.step, False, 0, seconds, save.stalled, failed_rank=rank, cause=cause)
+            result = SaveResult(
+                save.step, False, 0, seconds, self._stalled(save, seconds), failed_rank=rank, cause=cause
+            )
         save.parts = []
         save.result = self._last = self._unreported = result
         try:
@@ -320,6 +322,10 @@ class Saver:
                 save.done.set()
         if self._rank == 0 and result.committed:
             self.committer.store_eval(save.step)
+
+    def _stalled(self, save: Save, seconds: float) -> float:
+        """Of the seconds so far those in which the loop has waited: all, if `start` returns after the commit."""
+        return save.stalled if self._asynchronous else seconds
 
     def _write(self, save: Save, stage: Stage, failure: BaseException | None) -> None:
         table = save.table

@@ -7,6 +7,10 @@ own, which is then copied. Its all-to-all uses a link in one direction at a time
 the data that this rank sends on the same connection. Here, on gloo, each rank posts all receives, then sends. A reduce-scatter is
 an all-to-all of parts, which each rank sums in the order of ranks (docs/adr/0005).
 
+A rank that waits for its exchange at once, in a layer, uses torch's between ranks of one node (`within_node`): there a link has no
+limit, and what counts is the processor. The thread that trains holds gloo's lock of a connection while it sends; when the system
+suspends it meanwhile, gloo's own thread asks for that lock again and again (docs/adr/0015).
+
 Counters, timers and traces see each of them as one collective.
 """
 
@@ -17,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -40,6 +44,7 @@ reads nothing more from that peer (torch 2.13: the next exchange of the two time
 weights. The entry is freed with the group.
 """
 _numbers = itertools.count()
+_within_node: WeakSet[ProcessGroup] = WeakSet()
 
 
 class Work(Protocol):
@@ -53,6 +58,11 @@ class Work(Protocol):
 def direct(group: ProcessGroup) -> bool:
     """Whether the ranks of this group send directly to each other."""
     return group.size() > 1 and dist.get_backend(group) == "gloo"
+
+
+def within_node(group: ProcessGroup) -> None:
+    """All ranks of this group are on one node, as each of them knows: see `all_gather_now`."""
+    _within_node.add(group)
 
 
 def reduce_scatter(mine: Tensor, whole: Tensor, parts: Tensor | None, group: ProcessGroup) -> Work:
@@ -115,6 +125,28 @@ def all_to_all(
     theirs = torch.split(came, list(into) if into is not None else len(came) // size)
     ours = torch.split(sent, list(out) if out is not None else len(sent) // size)
     return _Exchange("all_to_all", sent, group, lambda: _exchange(theirs, ours, group))
+
+
+def all_gather_now(whole: Tensor, mine: Tensor, group: ProcessGroup) -> None:
+    """See `all_gather`; returns once all parts have arrived. Between ranks of one node it is torch's."""
+    if group in _within_node:
+        collectives.all_gather(whole, mine, group=group)
+    else:
+        all_gather(whole, mine, group).wait()
+
+
+def all_to_all_now(
+    came: Tensor,
+    sent: Tensor,
+    group: ProcessGroup,
+    into: Sequence[int] | None = None,
+    out: Sequence[int] | None = None,
+) -> None:
+    """See `all_to_all`; returns once all rows have arrived. Between ranks of one node it is torch's."""
+    if group in _within_node:
+        dist.all_to_all_single(came, sent, into and list(into), out and list(out), group=group)
+    else:
+        all_to_all(came, sent, group, into, out).wait()
 
 
 def _exchange(came: Sequence[Tensor], sent: Sequence[Tensor], group: ProcessGroup) -> list[Work]:

@@ -2,6 +2,8 @@
 
 Runs in: each train worker. Torch, never ray.
 
+Torch gives a further group its own time limit, 30 minutes; those here have the limit of the world's.
+
 A group of a trial is kept rather than destroyed: torch derives the name of a group from its ranks and the number of open groups
 (2.13), so that one made after another was destroyed would have its name, and find its addresses in the store. For the same reason
 ranks that will share a group later must have made as many before. With NCCL each group also holds GPU memory, which a second trial
@@ -13,9 +15,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Key = tuple[bool, tuple[int, ...]]
 """Whether its members alone connect, and the world ranks of a group, in its order."""
@@ -47,13 +52,30 @@ def another(ranks: Sequence[int], ordered: bool = False, alone: bool = False) ->
         made = of.free[key].pop(0)
     else:
         with _unbound() if alone else nullcontext():
+            limit = _time_limit()
             if ordered:
-                made = dist.new_group(members, use_local_synchronization=True, sort_ranks=False)
+                made = dist.new_group(members, limit, use_local_synchronization=True, sort_ranks=False)
             else:
-                made = dist.new_group(members, use_local_synchronization=True)
+                made = dist.new_group(members, limit, use_local_synchronization=True)
     if of.lent is not None:
         of.lent.append((key, made))
     return made
+
+
+def device_mesh(device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """torch's `init_device_mesh`. A collective of the world."""
+    made = init_device_mesh(device, (*sizes,), mesh_dim_names=(*names,))
+    for axis in range(made.ndim) if dist.get_backend() != "fake" else ():
+        distributed_c10d._set_pg_timeout(_time_limit(), made.get_group(axis))
+    return made
+
+
+def _time_limit() -> timedelta:
+    """Of the world's collectives: recovery.timeout_s."""
+    world = dist.group.WORLD
+    assert world is not None, "the process group exists"
+    limit: timedelta = world._get_backend(world._device_types[0]).options._timeout
+    return limit
 
 
 @contextmanager

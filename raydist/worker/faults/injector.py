@@ -229,7 +229,9 @@ class Injector:
                 self._agent("clock", seconds=ahead)
             case faults.ClockJump(seconds=ahead):
                 clock.jump(ahead)
-            case faults.BadNumber() | faults.ExpertImbalance() | faults.ScaleGradient() | faults.LearningRate():
+            case faults.BadNumber() | faults.ExpertImbalance() | faults.ScaleGradient() | faults.ScaleActivations():
+                self._numbers.begin(fault, fault.step + fault.steps - 1)
+            case faults.LearningRate():
                 self._numbers.begin(fault, fault.step + fault.steps - 1)
             case faults.LossSpike():
                 self._numbers.begin(fault, fault.step)

@@ -6,9 +6,9 @@ Runs in: a rank of a run with faults. Torch, never ray.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from raydist.worker.model._moe import Router, layers_of
 from raydist.worker.parallel._model_graph import plain_name
 
 _ABOVE_ANY_SCORE = 2.0
+T = TypeVar("T")
 
 
 class Numbers:
@@ -51,6 +52,8 @@ class Numbers:
                 )
                 owner, name = next(each)
                 owner.register_forward_pre_hook(partial(self._scale, fault, name))
+            if isinstance(fault, faults.ScaleActivations):  # before hooks that read the output
+                _layer(model, fault).register_forward_hook(partial(self._multiply, fault), prepend=True)
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, due: Sequence[Fault]) -> None:
         """As `attach`."""
@@ -102,6 +105,10 @@ class Numbers:
         if self._fault is fault and parameter.requires_grad:
             self._scales = parameter.register_hook(lambda gradient: gradient * fault.factor)
 
+    def _multiply(self, fault: faults.ScaleActivations, module: nn.Module, arguments: Any, output: Any) -> Any:
+        """After a pass of a layer."""
+        return output * fault.factor if self._fault is fault and module.training else None
+
     def _raise_rates(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         """Before an update."""
         self._rates = [group["lr"] for group in optimizer.param_groups]
@@ -125,9 +132,19 @@ def flip(model: nn.Module, fault: faults.FlipBit) -> None:
 
 def _named(model: nn.Module, fault: faults.FlipBit | faults.ScaleGradient) -> nn.Parameter:
     """The fault's parameter, or the first one. Raises InjectedError."""
-    named = {plain_name(name): p for name, p in model.named_parameters()}
-    name = fault.parameter or next(iter(named))
-    if name not in named:
-        remedy = registry.did_you_mean(name, list(named))
-        raise InjectedError(f"{fault.fault}: parameter: {name!r} is not in the model; {remedy}")
-    return named[name]
+    return _found(fault, "parameter", fault.parameter, dict(model.named_parameters()))
+
+
+def _layer(model: nn.Module, fault: faults.ScaleActivations) -> nn.Module:
+    """The fault's layer, or that of the first parameter. Raises InjectedError."""
+    of_parameters = {name: m for name, m in model.named_modules() if [*m.parameters(recurse=False)]}
+    return _found(fault, "layer", fault.layer, of_parameters)
+
+
+def _found(fault: Fault, field: str, asked: str | None, named: Mapping[str, T]) -> T:
+    plain = {plain_name(name): one for name, one in named.items()}
+    name = asked or next(iter(plain))
+    if name not in plain:
+        remedy = registry.did_you_mean(name, list(plain))
+        raise InjectedError(f"{fault.fault}: {field}: {name!r} is not in the model; {remedy}")
+    return plain[name]

@@ -32,6 +32,11 @@ from raydist.worker.parallel._model_graph import each_gradient
 from raydist.worker.parallel._split import LayerSplit
 from raydist.worker.step_hooks import Step, StepHook
 
+NOT_MEASURED = {
+    "expert": "a gradient of an expert has several ranks' samples",
+    "context": "a rank's gradient has parts of samples",
+}
+"""Axis of the mesh with several ranks -> why the scale is not measured then."""
 LEAST = 10
 """Measurements before the first figure."""
 NEARLY_ALL = 0.9

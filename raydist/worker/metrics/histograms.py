@@ -1,4 +1,5 @@
-"""Histograms of every weight and gradient: of whole parameters, although a rank may hold a part of some and nothing of others.
+"""Histograms of every weight and gradient: of whole parameters, although a rank may hold a part of some and nothing of others. And
+the size of each layer's output in these steps.
 
 Runs in: each train worker, every `observe.histograms` steps, when the step's gradients exist. Torch, never ray.
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raydist.worker.distributed import Rank
+from raydist.worker.metrics.activations import ActivationSizes
 from raydist.worker.parameter_table import ParameterTable
 from raydist.worker.step_hooks import Step, StepHook
 
@@ -32,18 +34,35 @@ Say = Callable[..., None]
 
 
 class Histograms(StepHook):
-    """A hook of every step. Every rank has one. `say` is rank 0's: `Reporter.say`."""
+    """A hook of every step. Every rank has one. `say` is rank 0's: `Reporter.say`. Without `activations` those are not recorded."""
 
-    def __init__(self, rank: Rank, parameters: ParameterTable, every: int, say: Say | None) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        parameters: ParameterTable,
+        every: int,
+        say: Say | None,
+        activations: ActivationSizes | None = None,
+    ) -> None:
         self._rank, self._parameters, self._every, self._say = rank, parameters, every, say
+        self._activations = activations
         first_has_all = all(parameters[name].holders[0][:1] == (0,) for name in parameters.trained)
         self._split = not first_has_all or any(len(parameters[name].holders) > 1 for name in parameters.trained)
+
+    def begin(self, step: Step) -> None:
+        """Of a step that counts also the layers' outputs."""
+        if self._activations is not None and self._due(step):
+            self._activations.begin()
+
+    def _due(self, step: Step) -> bool:
+        return not step.number % self._every and (self._split or self._rank.first)
 
     @torch.no_grad()
     def before_update(self, step: Step) -> None:
         """Counts in every `every`-th step; a collective if parameters are split over ranks."""
-        if step.number % self._every or not (self._split or self._rank.first):
+        if not self._due(step):
             return
+        outputs = self._activations.end(self._split) if self._activations is not None else {}
         names, shards = self._parameters.trained, self._parameters.shards
         device = next((shard.local.device for shard in shards.values()), self._rank.device)
         made = torch.zeros(2, len(names), BUCKETS + 2, dtype=torch.float64, device=device)
@@ -60,7 +79,7 @@ class Histograms(StepHook):
             weights, gradients = (
                 {name: histogram(row) for name, row in zip(names, rows, strict=True)} for rows in made.tolist()
             )
-            self._say("histograms", step=step.number, weights=weights, gradients=gradients)
+            self._say("histograms", step=step.number, weights=weights, gradients=gradients, activations=outputs)
 
 
 def count(values: Tensor, factor: float, into: Tensor) -> None:

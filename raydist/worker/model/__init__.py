@@ -55,7 +55,8 @@ Optional, at the top level of the file, without torch (raydist/registry.py, `des
   _layers.py), and look across positions in attention alone.
 - `check_job(job: JobSpec)`: raises the same for a job that the model cannot run, such as one with a mesh.
 - `vocabulary(spec: ModelSpec) -> int | None`: rows of the embedding, if `options` decide that.
-- `FILES`: names of options that name files or folders; the driver makes their paths absolute, and downloads hf://OWNER/NAME.
+- `FILES`: names of options that name files or folders; the driver makes their paths absolute, and downloads hf://OWNER/NAME. Of
+  `config` and `weights` on an object store it reads config.json: `config` then has its values.
 - `BY_LAYERS = False`: `model.layers` does not set the number of blocks.
 - `check_tensor(spec: ModelSpec, ranks: int)`: raises the same if `ranks` tensor parallel ranks cannot share the model. A model with
   `tensor_rules` must have it.

@@ -14,15 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import safetensors.torch
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from raydist.checkpoint.huggingface import weight_files
 from raydist.errors import UserError
 from raydist.parsing import DAMAGED, parse_json
 from raydist.spec import transformers_source
+from raydist.spec.huggingface import reading
 from raydist.spec.parts import Part, problem
+from raydist.storage import Storage
 from raydist.worker.model._decoder import append, draw
 from raydist.worker.model._rotary import packed_mask, packed_positions
 
@@ -42,17 +46,22 @@ BY_LAYERS = False
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 _PROBED = 8
 """Tokens with which packing is tried."""
+_SHOWN = 8
+"""Names in an error."""
 
 
 class Options(Part):
     """The options of `model.name: transformers`."""
 
     config: dict[str, Any] | str | None = Field(
-        None, description="The values of a config.json, `model_type` among them; or the path of one, or of its folder."
+        None,
+        description="The values of a config.json, `model_type` among them; or the path of one, or of its folder; or the URI of a "
+        "folder.",
     )
     weights: str | None = Field(
         None,
-        description="A folder with config.json and safetensors to start from, or hf://OWNER/NAME. Each rank reads all of them.",
+        description="A folder with config.json and safetensors to start from, a URI of one, or hf://OWNER/NAME. Each rank reads "
+        "all of them.",
     )
 
 
@@ -63,7 +72,7 @@ def check_spec(spec: ModelSpec) -> None:
         raise problem("name", "transformers", "needs the package transformers",
                       "pip install 'raydist[transformers]', on all nodes")  # fmt: skip
     config = values(spec)
-    if config is None:  # of a hub: read once it is downloaded
+    if config is None:  # raydist/checkpoint/hub.py reads it
         return
     kind = config.get("model_type")
     if kind not in known:
@@ -76,7 +85,7 @@ def check_spec(spec: ModelSpec) -> None:
 
 
 def values(spec: ModelSpec) -> dict[str, Any] | None:
-    """The values of config.json; None if they are at a hub. Raises SpecValueError."""
+    """The values of config.json; None if they are at a hub or on an object store. Raises SpecValueError."""
     options = Options(**spec.options)
     config = options.weights if options.config is None else options.config
     if config is None:
@@ -136,27 +145,51 @@ def build(spec: ModelSpec, vocab_size: int) -> Transformers:
     """See the contract in __init__.py."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     except ImportError as error:
         raise UserError(
             f"model.name: transformers: cannot be imported: {error}",
             "pip install 'raydist[transformers]', on all nodes",
         ) from None
-    options = Options(**spec.options)
+    options, missing = Options(**spec.options), list[str]()
+    tensors = _tensors(options.weights) if options.weights is not None and "://" in options.weights else None
     try:
-        if options.weights is not None:
-            given = {} if options.config is None else {"config": _config(AutoConfig, spec, vocab_size)}
-            inner = AutoModelForCausalLM.from_pretrained(
-                options.weights, dtype=torch.float32, use_safetensors=True, local_files_only=True, **given
-            )
-        else:
+        if options.weights is None:
             inner = AutoModelForCausalLM.from_config(_config(AutoConfig, spec, vocab_size), dtype=torch.float32)
+        else:
+            given: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+            if tensors is not None:
+                config = AutoConfig.for_model(**(values(spec) or {}))
+                kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+                inner, loading = kind.from_pretrained(None, config=config, state_dict=tensors, **given)
+            else:
+                if options.config is not None:
+                    given["config"] = _config(AutoConfig, spec, vocab_size)
+                inner, loading = AutoModelForCausalLM.from_pretrained(
+                    options.weights, use_safetensors=True, local_files_only=True, **given
+                )
+            missing = sorted(loading["missing_keys"])
     except (*DAMAGED, OSError) as error:  # what the library raises for a bad config
         text = " ".join(str(error).split())[:300]
         raise UserError(
             f"model.options: transformers cannot build this model: {type(error).__name__}: {text}",
             "check options.config and options.weights",
         ) from error
+    if missing:
+        raise UserError(
+            f"model.options.weights: {options.weights}: {len(missing)} tensors are missing: {', '.join(missing[:_SHOWN])}",
+            "take config.json and tensors of one model",
+        )
     return Transformers(inner, spec, vocab_size)
+
+
+def _tensors(uri: str) -> dict[str, Tensor]:
+    """All tensors of a folder on an object store, a file at a time. Raises UserError, StorageError."""
+    folder, found = Storage(uri), dict[str, Tensor]()
+    for name in weight_files(folder):
+        with reading(folder, name, "download the file again"), folder.open(name) as stream:
+            found |= safetensors.torch.load(stream.read())
+    return found
 
 
 build.exported = exported  # type: ignore[attr-defined]
@@ -164,7 +197,7 @@ build.exported = exported  # type: ignore[attr-defined]
 
 def _config(auto: Any, spec: ModelSpec, vocab_size: int) -> Any:
     config = values(spec)
-    assert config is not None, "hub.local has made a folder of it"
+    assert config is not None, "hub.local has read it"
     return auto.for_model(**{**config, "vocab_size": vocab_size})
 
 

@@ -78,7 +78,7 @@ class SharedSequence:
         rows = [part.reshape(self.size, -1) for part in parts]
         sent = torch.cat(rows, dim=1) if len(rows) > 1 else rows[0].contiguous()
         came = torch.empty_like(sent)
-        gloo_p2p.all_to_all(came, sent, self.group).wait()
+        gloo_p2p.all_to_all_now(came, sent, self.group)
         split = torch.split(came, [row.shape[1] for row in rows], dim=1)
         return [row.reshape(part.shape) for row, part in zip(split, parts, strict=True)]
 

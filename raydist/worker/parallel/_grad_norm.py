@@ -70,7 +70,8 @@ class RowNorm:
             for of_rank in gather_json(columns_of, rank.control):
                 columns_of |= of_rank
         first = 0
-        for name in parameters.trained:
+        # Not in the table's order, which on a rank with several stages of a pipeline is not the model's.
+        for name in sorted(parameters.trained):
             whole = shape[0] if (shape := parameters[name].shape) else 1
             shard = parameters.shards.get(name)
             if shard is not None and shard.local.numel() and (not self._sends or parameters.counts(name)):

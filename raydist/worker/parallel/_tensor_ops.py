@@ -151,7 +151,7 @@ def _gathered(x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _every(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All ranks' tensors of the same shape, stacked."""
     every = x.new_empty(dist.get_world_size(group), *x.shape)
-    gloo_p2p.all_gather(every.view(-1), x.contiguous().view(-1), group).wait()
+    gloo_p2p.all_gather_now(every.view(-1), x.contiguous().view(-1), group)
     return every
 
 
@@ -161,5 +161,5 @@ def _summed(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent_WBSD = x_BTD.view(batch, size, tokens // size, width).transpose(0, 1).contiguous()
     parts_WBSD = torch.empty_like(sent_WBSD)
     # As many bytes as a reduce-scatter, and the sum is in fp32 and in the order of the ranks.
-    gloo_p2p.all_to_all(parts_WBSD, sent_WBSD, group).wait()
+    gloo_p2p.all_to_all_now(parts_WBSD, sent_WBSD, group)
     return parts_WBSD.sum(dim=0, dtype=torch.float32).to(x_BTD.dtype)

@@ -46,7 +46,13 @@ def test_every_column_of_a_hopper() -> None:
     """Each value has the unit of raydist.run.telemetry_schema; values that cover an interval come from the second reading on."""
     reasons = pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksEventReasonHwThermalSlowdown
     gpu = FakeGpu(
-        reasons=reasons, ecc=2, links="+" * 7 + "-" + "+" * 10, processes={7: 5 << 30, 8: None}, fields=NVLINK, gpm=GPM
+        reasons=reasons,
+        ecc=2,
+        corrected=5,
+        links="+" * 7 + "-" + "+" * 10,
+        processes={7: 5 << 30, 8: None},
+        fields=NVLINK,
+        gpm=GPM,
     )
     lib = FakeNvml(gpu)
     gpus = Gpus(lib)
@@ -59,7 +65,7 @@ def test_every_column_of_a_hopper() -> None:
         "gpu_memory_clock_hz": 3201e6, "gpu_pcie_width": 16, "gpu_throttle": "power_cap,hardware_thermal",
         "gpu_nvlink_count": 17, "gpu_pcie_in_bytes_per_second": 2 * 2**20,
         "gpu_pcie_out_bytes_per_second": 2**20, "gpu_nvlink_in_bytes": 3 * 1024, "gpu_nvlink_out_bytes": 5 * 1024,
-        "gpu_xid_count": 2, "gpu_xid": 79, "gpu_ecc_errors": 2, "gpu_sm_active": pytest.approx(0.9),
+        "gpu_xid_count": 2, "gpu_xid": 79, "gpu_ecc_errors": 2, "gpu_ecc_corrected": 5, "gpu_sm_active": pytest.approx(0.9),
         "gpu_tensor_active": pytest.approx(0.55), "gpu_dram_active": pytest.approx(0.3),
     }  # fmt: skip
     assert {*telemetry_schema.GPU, "gpu"} - set(second.row) == {"gpu_process_bytes", "gpu_other_bytes"}  # the agent's
@@ -111,7 +117,7 @@ COLUMNS = {
     "nvmlDeviceGetCurrentClocksEventReasons": {"gpu_throttle"},
     "nvmlDeviceGetCurrPcieLinkWidth": {"gpu_pcie_width"},
     "nvmlDeviceGetNvLinkState": {"gpu_nvlink_count"},
-    "nvmlDeviceGetTotalEccErrors": {"gpu_ecc_errors"},
+    "nvmlDeviceGetTotalEccErrors": {"gpu_ecc_errors", "gpu_ecc_corrected"},
     "nvmlDeviceGetFieldValues": LINKS,
     "nvmlDeviceGetSupportedEventTypes": {"gpu_xid_count"},
     "nvmlDeviceRegisterEvents": {"gpu_xid_count"},
@@ -141,8 +147,9 @@ def test_what_is_not_there_is_found_out_once(function: str) -> None:
             calls.append(lib.calls[function])
         assert set(whole.row) - set(lacks.row) == COLUMNS[function]
         assert not set(lacks.row) - set(whole.row)
-        each = 2 if function == "nvmlDeviceGetClockInfo" else 1
-        first = 18 if function == "nvmlDeviceGetNvLinkState" else 0  # all links, and one more; then one of them
+        ecc = function == "nvmlDeviceGetTotalEccErrors"  # of both kinds, each asked for alone
+        each = 2 if ecc or function == "nvmlDeviceGetClockInfo" else 1
+        first = 18 if function == "nvmlDeviceGetNvLinkState" else int(ecc)  # all links, and one more; then one of them
         assert calls == ([2] * 3 if function in AT_START else [1 + first + n * each for n in (1, 2, 3)])
         assert (gpus.note() is not None) == (code == pynvml.NVML_ERROR_NO_PERMISSION)
 

@@ -93,13 +93,19 @@ WORDS = (
 )
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [400, 800, 1400])
-@pytest.mark.parametrize("text", [GRID, WORDS])
+@pytest.mark.parametrize(
+    ("text", "width", "dark"),
+    [
+        (text, width, (i + n) % 2 == 1)
+        for n, text in enumerate((GRID, WORDS))
+        for i, width in enumerate((400, 800, 1400))
+    ],
+)
 def test_lines_are_seen_and_labels_are_whole(
     swept: Callable[..., Swept], browser: Chromium, tmp_path: Path, text: str, width: int, dark: bool
 ) -> None:
-    """In light and dark mode, on a phone and on a large screen; also the best line, and long names and values."""
+    """In light and dark mode, on a phone and on a large screen, two of these at a time; also the best line, and long names and
+    values."""
     made = swept(text)
     for i, cell in enumerate(made.cells):
         course = {"eval_loss": [[s, s * (1 + i / 30), s * (2 + i / 15), 3.0 - s / 100 + i / 50] for s in (25, 50, 75)]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,19 @@ def test_a_flipped_byte_is_found_and_the_one_before_taken(saved: RunDir, kit: An
     into = kit.empty()
     restore.load(saved, found, into, {})
     assert kit.same(into, kit.state(10))
+
+
+def test_a_shard_that_is_seen_late_is_no_loss(saved: RunDir, tmp_path: Path) -> None:
+    """The newest checkpoint is taken once this host sees all of it, as behind a cache of names; nothing is reported."""
+    (shard,) = (f for f in files(saved, 20) if f.name.startswith("shard"))
+    shard.rename(tmp_path / "unseen")
+    later = threading.Timer(0.3, (tmp_path / "unseen").rename, (shard,))
+    later.start()
+    events: list[Event] = []
+    found = restore.choose(saved, on_event=events.append)
+    later.join()
+    assert found is not None
+    assert (found.step, events) == (20, [])
 
 
 def test_a_shard_cut_short_or_missing_is_named(saved: RunDir) -> None:

@@ -105,7 +105,8 @@ def test_one_in_flight(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_failed_save_costs_no_checkpoint(
     kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    """It is reported with rank and cause, raises nothing in the loop, keeps the checkpoint before, and the next save works."""
+    """It is reported with rank and cause, raises nothing in the loop, keeps the checkpoint before, and the next save works. If the
+    loop waits for the commit, the events say that it did."""
     one = kit.OneRank(tmp_path, asynchronous=asynchronous)
     one.save(1)
     one.saver.wait()
@@ -123,6 +124,8 @@ def test_a_failed_save_costs_no_checkpoint(
     assert one.run.committed() == [1, 3]
     assert one.kinds() == ["checkpoint_saved", "checkpoint_failed", "checkpoint_saved"]
     assert one.events[1].data["step"] == 2
+    waited = [event.data["stall_seconds"] / event.data["seconds"] for event in (one.events[0], one.events[2])]
+    assert asynchronous or waited == pytest.approx([1.0, 1.0], rel=0.5)
     assert one.run.storage.folders("checkpoints") == ["step-00000001", "step-00000003"], "what it left is gone"
 
 

@@ -84,6 +84,27 @@ def test_nobody_waits_for_it(ranks: Any) -> None:
     assert ranks.run(dropped, 2) == [[2.0] * S + [3.0] * S] * 2
 
 
+def at_once(rank: Rank, near: bool) -> Any:
+    """What a rank has after a gather and an uneven all-to-all that it waits for, and how they count."""
+    world, group = rank.world_size, dist.new_group()
+    if near:
+        gloo_p2p.within_node(group)
+    log = CollectiveCounters(rank.device)
+    log.install()
+    whole, mine = torch.empty(world * S), torch.full((S,), float(rank.rank))
+    gloo_p2p.all_gather_now(whole, mine, group)
+    out = into = [max(rank.rank + other - 1, 0) for other in range(world)]
+    came = torch.empty(sum(into), 2)
+    gloo_p2p.all_to_all_now(came, torch.arange(2.0 * sum(out)).view(-1, 2), group, into, out)
+    log.close()
+    return whole.tolist(), came.tolist(), {op: (t.count, t.bytes, t.wire_bytes) for op, t in log.totals().items()}
+
+
+def test_ranks_of_one_node_receive_the_same(ranks: Any) -> None:
+    """The same values and counts, whichever way."""
+    assert ranks.run(at_once, 3, True) == ranks.run(at_once, 3, False)
+
+
 def uneven(rank: Rank, ahead: int) -> Any:
     """Rank r sends r + s - 1 rows to rank s (at least none), `ahead` exchanges at a time: the rows that came, and the counts."""
     world, group = rank.world_size, dist.group.WORLD

@@ -48,6 +48,7 @@ from raydist.faults import (
     OneWayCut,
     Raise,
     ReadOnly,
+    ScaleActivations,
     ScaleGradient,
     SlowDisk,
     SlowNetwork,
@@ -185,6 +186,24 @@ def test_a_gradient_and_a_rate_are_multiplied_for_a_time(tmp_path: Path) -> None
     assert [(rates, lr) for _, rates, lr in found] == [({1.0}, 1.0)] * 3 + [({3.0}, 1.0), ({1.0}, 1.0)]
     made, _ = injector(RunDir(tmp_path), ScaleGradient(step=1, parameter="1.weigth"))
     with pytest.raises(InjectedError, match=r"scale_gradient: parameter: '1\.weigth'.*did you mean \"1\.weight\""):
+        made.attach(model)
+
+
+def test_the_output_of_a_layer_is_multiplied_for_a_time(tmp_path: Path) -> None:
+    """In training, not in evaluations; a hook that was there before reads what comes out. A layer that is not there is named."""
+    model, seen = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 1, bias=False)), list[float]()
+    for p in model.parameters():
+        nn.init.constant_(p, 0.5)
+    model[0].register_forward_hook(lambda module, arguments, output: seen.append(float(output.detach()[0])))
+    made, heartbeat = injector(RunDir(tmp_path), ScaleActivations(step=2, layer="0", factor=4.0, steps=2))
+    made.attach(model)
+    for step in range(1, 5):
+        assert steps(heartbeat, step, step) == []
+        assert model.train()(torch.ones(2)).item() == seen[-1]
+        assert model.eval()(torch.ones(2)).item() == 1.0
+    assert seen[::2] == [1.0, 4.0, 4.0, 1.0]
+    made, _ = injector(RunDir(tmp_path), ScaleActivations(step=1, layer="1"))
+    with pytest.raises(InjectedError, match="scale_activations: layer: '1' is not in the model"):
         made.attach(model)
 
 

@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
+from raydist.worker.metrics.activations import ActivationSizes
 from raydist.worker.metrics.histograms import BUCKETS, Histograms, count, histogram
 from raydist.worker.parallel import ParamShard
+from raydist.worker.parallel._model_graph import parts_of
 from raydist.worker.parameter_table import gather_parameters
 from raydist.worker.step_hooks import Step
 from tests.training import CONTEXT, MODEL, VARIANTS, Trainer, counted, job, mesh_job, mine, run, samples
@@ -52,10 +54,16 @@ def test_edges_and_gaps(dtype: torch.dtype) -> None:
 
 
 def watched(rank: Rank, spec: JobSpec) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Two steps, with histograms of the second: the events, and the histograms of full weights and gradients before its update."""
+    """Two steps, with histograms of the second: the events; the histograms of full weights and gradients before its update, and of
+    the outputs of this rank's layers the elements and the sum of their squares."""
     trainer, said = Trainer(rank, spec, full=4 * CONTEXT), []
     say = (lambda kind, **data: said.append({"kind": kind, **data})) if rank.first else None
-    histograms = Histograms(rank, trainer.parameters, every=2, say=say)
+    outputs = ActivationSizes(parts_of(trainer.model), trainer.parameters.trained, rank.device)
+    histograms = Histograms(rank, trainer.parameters, every=2, say=say, activations=outputs)
+    own: dict[str, list[Tensor]] = {}
+    for part in parts_of(trainer.model):
+        for name, module in part.named_modules():
+            module.register_forward_hook(lambda module, _, made, name=name: own.setdefault(name, []).append(made))
     whole: dict[str, Any] = {}
 
     def before_update() -> None:
@@ -66,9 +74,16 @@ def watched(rank: Rank, spec: JobSpec) -> tuple[list[dict[str, Any]], dict[str, 
     trainer.before_update = before_update
     trainer.step.hooks = [*trainer.step.hooks, histograms]
     for step in (1, 2):
+        own.clear()
         batches = mine(rank, *samples(4, seed=step), 2, spec.parallel.tensor)
         trainer.step(step, batches, counted(batches), 1e-2, want_stop=False)
     trainer.step.optimizer_hooks.close()
+    layers = {name.rpartition(".")[0] for name in trainer.parameters.trained}
+    whole["activations"] = {
+        name: [sum(x.numel() for x in made), float(sum(x.detach().double().square().sum() for x in made))]
+        for name, made in own.items()
+        if name in layers
+    }
     return said, whole
 
 
@@ -98,6 +113,13 @@ def test_sharded_is_whole(ranks: Any, variant: str, tensor: int) -> None:
             got = event[what][name]
             assert (got["edges"], got["counts"]) == (right["edges"], right["counts"]), f"{what} of {name}"
             assert got["sum_squares"] == pytest.approx(right["sum_squares"])
+    parts = [
+        whole["activations"],
+        *(one[1]["activations"] for one in others if not variant.startswith("ddp") or tensor > 1),
+    ]
+    right = {name: np.sum([part[name] for part in parts], axis=0) for name in parts[0]}
+    assert event["activations"] == {name: pytest.approx((n / k) ** 0.5, rel=1e-5) for name, (k, n) in right.items()}
+    assert len(right) > 6
 
 
 def test_of_an_offloaded_optimizer(ranks: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,34 @@ def test_a_config_of_a_hub_is_checked_once_it_is_here(tmp_path: Path) -> None:
             continue
         with pytest.raises(SpecError, match="data.pack: .* bloom of transformers does not"):
             hub.local(spec, str(tmp_path / "runs"), present=True)
+
+
+def test_weights_on_an_object_store(tmp_path: Path, s3: Any) -> None:
+    """They are those of the same folder on a disk; the config's values go with the job. A tensor that is missing is named, and so
+    is a config of another kind, before anything starts."""
+    theirs = build(of({**FALCON, "vocab_size": VOCAB}).model, VOCAB).inner.to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="5KB")
+    uri = s3.uploaded(tmp_path / "hf", "transformers")
+    spec = hub.local(written(tmp_path, model={"options": {"weights": uri}}), str(tmp_path))
+    assert (spec.model.options["weights"], spec.model.options["config"]["model_type"]) == (uri, "falcon")
+    assert spec.model.rows(5) == VOCAB
+    preflight.check_early(spec, local=True)
+    local = written(tmp_path, model={"options": {"weights": str(tmp_path / "hf")}})
+    torch.testing.assert_close(
+        build(spec.model, VOCAB).state_dict(), build(local.model, VOCAB).state_dict(), rtol=0, atol=0
+    )
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    lost = sorted(index["weight_map"])[0]
+    index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v != index["weight_map"][lost]}
+    (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps(index))
+    s3.uploaded(tmp_path / "hf", "transformers")
+    for each in (spec, local):
+        with pytest.raises(UserError, match=rf"model\.options\.weights: .* missing: .*{re.escape(lost)}"):
+            build(each.model, VOCAB)
+    (tmp_path / "hf/config.json").write_text(json.dumps({"model_type": "gtp2"}))
+    s3.uploaded(tmp_path / "hf", "transformers")
+    with pytest.raises(SpecError, match="config.model_type: 'gtp2' is no causal language model"):
+        hub.local(written(tmp_path, model={"options": {"weights": uri}}), str(tmp_path))
 
 
 def test_a_model_that_mixes_documents_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
