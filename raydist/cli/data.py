@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from raydist.cli import options
 from raydist.errors import UsageError, UserError
 from raydist.printable import printable
 from raydist.redact import redact
@@ -121,14 +122,17 @@ def show(
         ),
     ] = None,
     split: Annotated[str, typer.Option(help="train or eval: the split that the document is in.")] = "train",
+    trust: options.TrustData = False,
     as_json: _Json = False,
 ) -> None:
     """Show the contents of a dataset; with --job how its documents become micro-batches. Of a printed document what does not count
     in the loss is dimmed."""
+    from raydist import registry
     from raydist.api.datasets import choice
     from raydist.data import index
     from raydist.storage import Storage
 
+    registry.trust(trust)
     choice("--split", split, ("train", "eval"))
     found = index.read(Storage(dataset))
     if document is None and found.chat is not None:

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from raydist.cli import options
+
 
 def evaluate(
     folder: Annotated[
@@ -25,11 +27,14 @@ def evaluate(
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Batches of held-out sequences.")] = 8,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 8,
+    trust: options.TrustData = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")] = False,
 ) -> None:
     """Print the loss of exported weights on held-out text, and the speed of the passes."""
+    from raydist import registry
     from raydist.api import evaluating
 
+    registry.trust(trust)
     found = evaluating.evaluate.here(folder, data, context=context, batches=batches, sequences=sequences)
     if as_json:
         print(json.dumps(found))

@@ -114,11 +114,18 @@ _READING = frozenset(
         "stop",
         "rm",
         "watch",
+        "profile",
         "trace",
         "report",
         "dashboard",
         "sample",
+        "evaluate",
         "checkpoint",
+        "data show",
+        "data verify",
+        "sweep results",
+        "sweep best",
+        "sweep report",
         "schema",
         "faults",
         "init",
@@ -129,13 +136,9 @@ _READING = frozenset(
 
 def _trusted(arguments: list[str]) -> bool:
     """Whether the command may run the user's own code: it trains or plans, or is told so."""
-    command = _command(arguments)
-    of_run = command == "doctor" and not any(argument.endswith((".yaml", ".yml")) for argument in arguments)
-    return not (command in _READING or of_run) or "--trust" in arguments
-
-
-def _command(arguments: list[str]) -> str:
-    return next((argument for argument in arguments if not argument.startswith("-")), "")
+    words = [argument for argument in arguments if not argument.startswith("-")][:2]
+    of_run = words[:1] == ["doctor"] and not any(argument.endswith((".yaml", ".yml")) for argument in arguments)
+    return not (of_run or not _READING.isdisjoint([*words[:1], " ".join(words)])) or "--trust" in arguments
 
 
 def _started(arguments: list[str]) -> bool:

@@ -88,6 +88,14 @@ Trust = Annotated[
 ]
 
 
+TrustData = Annotated[
+    bool,
+    typer.Option(
+        "--trust", help="Run the code of your own that the dataset names, such as its tokenizer: package.module:name."
+    ),
+]
+
+
 _MOST = (1 << 63) - 1
 _NEEDS_TEXT = frozenset(
     [

@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from raydist import registry
+from raydist.cli.main import _trusted
+from raydist.data.index import INDEX, DatasetIndex
 from raydist.errors import ExtensionNotFound
 from raydist.run.directory import SPEC, RunDir
 from raydist.spec import parse
@@ -51,6 +53,36 @@ def test_a_reading_command_runs_nothing_of_the_folder_or_the_run(planted: Path, 
     done = run(planted, *arguments, str(planted / "foreign"))
     assert "Traceback" not in done.stderr
     assert list(planted.glob("*.mark")) == []
+
+
+def test_a_datasets_tokenizer_is_not_imported(planted: Path) -> None:
+    """A dataset of somebody else names code as its tokenizer: `data show` refuses it, in the folder that holds that code."""
+    (planted / "text.txt").write_text("hello " * 500)
+    run(planted, "data", "prepare", "text.txt", "--out", "made").check_returncode()
+    raw = json.loads((planted / "made" / INDEX).read_bytes())
+    named = {**raw, "tokenizer": {**raw["tokenizer"], "name": "own:Tokenizer"}}
+    (planted / "made" / INDEX).write_bytes(DatasetIndex.from_dict(named).to_bytes())
+    done = run(planted, "data", "show", "made", "--document", "0")
+    assert (done.returncode, "repeat the command with --trust" in done.stderr) == (2, True), done.stderr
+    assert list(planted.glob("*.mark")) == []
+
+
+def test_commands_that_only_read_are_not_trusted() -> None:
+    """By their one or two words; a job of the user's own is not a run."""
+    reading = [
+        "profile",
+        "evaluate",
+        "data show",
+        "data verify",
+        "sweep results",
+        "sweep best",
+        "sweep report",
+        "doctor",
+    ]
+    assert [words for words in reading if _trusted([*words.split(), "x"])] == []
+    assert all(
+        map(_trusted, (["data", "prepare", "x"], ["sweep", "x"], ["doctor", "x.yaml"], ["show", "x", "--trust"]))
+    )
 
 
 def test_a_job_imports_the_users_code_after_the_installed_packages(planted: Path) -> None:
