@@ -218,7 +218,7 @@ SCENARIOS = [
     Scenario(
         "a layer's output explodes",
         ("layer_activations",),
-        ({**OUTPUT, "factor": 1e6},),
+        ({**OUTPUT, "factor": 1e4},),
         spec={"observe": {"histograms": 4}},
         culprit="parameter",
     ),

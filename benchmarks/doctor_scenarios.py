@@ -65,6 +65,11 @@ def _gpu(**values: Any) -> Callable[[Run], dict[str, Any]]:
     return lambda run: {"gpu": values}
 
 
+def _often(run: Run) -> dict[str, Any]:
+    run.every = int(run.rng.integers(3, 8))
+    return {"eval_share": 0.1}
+
+
 SCENARIOS = [
     Scenario("cpu hog", ("cpu_stolen",), "rank", stolen),
     Scenario("cpu quota", ("cpu_throttled",), "rank", throttled),
@@ -342,6 +347,14 @@ HEALTHY = [
         text=lambda run: {"node": lambda run, node: {"rdma_out_bytes": 40.0 * run.node_totals[node]["nic_out_bytes"]}},
     ),
     Scenario("data in blocks", (), "", quiet, 0.5, 1.5, loss=in_blocks, step_s=(0.1, 0.3)),
+    Scenario(
+        "evaluations and checkpoints every few steps",
+        (),
+        "",
+        seconds=300,
+        step_s=(0.1, 0.4),
+        text=_often,
+    ),
     Scenario("a router that is not even", (), "", text=lambda run: {"loads": loads}),
     Scenario(
         "errors that memory corrects now and then",

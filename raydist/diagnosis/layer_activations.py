@@ -27,8 +27,8 @@ THRESHOLDS = {
         "less than the rounding of a sum in bf16, 2^-8, and of most in fp32: what is added to it does not change",
     ),
 }
-LEAST = 3
-"""Layers."""
+LEAST, FIRST = 3, 0.5
+"""Layers; and once one has changed that much, the share of it, as a logarithm, at which an earlier one has changed with it."""
 
 
 def check(window: Window) -> Iterator[Finding]:
@@ -37,8 +37,9 @@ def check(window: Window) -> Iterator[Finding]:
     if len(rows) < PATIENCE or len(names) < LEAST or np.isnan(rows).all(axis=1).any():
         return
     change = moved(rows)
-    far = np.flatnonzero(np.abs(change) >= np.log(TIMES))
-    if len(far):
+    if (np.abs(change) >= np.log(TIMES)).any():
+        way = np.sign(change[int(np.abs(change).argmax())])
+        far = np.flatnonzero(way * change >= FIRST * np.log(TIMES))  # one that follows may pass the limit sooner
         at = int(far[0])
         usual = float(median(rows[:-IN_A_ROW, at][None])[0])
         yield _finding(names[at], float(rows[-1, at]), usual, len(far) - 1)

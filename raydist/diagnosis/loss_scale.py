@@ -25,7 +25,9 @@ NEWEST, LEAST, START = 20, 5, 20
 def check(window: Window) -> Iterator[Finding]:
     """While it lasts."""
     losses, norms = window.steps["loss"], window.steps["grad_norm"]
-    if len(losses) < START + NEWEST:
+    if len(losses) < START + NEWEST or window.setting("precision.params", "fp16") != "fp16":
+        return
+    if not np.isfinite(norms).any():  # they are not recorded
         return
     over = np.isfinite(losses[-NEWEST:]) & ~np.isfinite(norms[-NEWEST:]) & (window.steps["tokens"][-NEWEST:] > 0)
     count = int(over.sum())

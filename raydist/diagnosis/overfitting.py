@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from raydist.diagnosis._symptoms import figure
-from raydist.diagnosis._window import Window
+from raydist.diagnosis._window import SMOOTH, Array, Window
 from raydist.records import Finding
 
 CAUSE = "the model overfits"
@@ -18,8 +18,12 @@ LOOKS = "the newest evaluations against the best one, and the training loss betw
 THRESHOLDS = {
     "evaluations": ("3 in a row above the best, each above the one before", "by chance one time in 24"),
     "rise": ("1% above the best", "less is noise of most held-out sets"),
+    "noise": (
+        "and 6 standard deviations of the run's evaluations, each against the mean of its neighbours",
+        "the best of hundreds is 3 below the mean by chance, and the worst 3 above",
+    ),
 }
-ROW, RISE = 3, 0.01
+ROW, RISE, SIGMAS = 3, 0.01, 6.0
 
 
 def check(window: Window) -> Iterator[Finding]:
@@ -30,7 +34,8 @@ def check(window: Window) -> Iterator[Finding]:
         return
     last = losses[-ROW - 1 :]
     best = int(np.argmin(losses))
-    if best > len(losses) - 1 - ROW or last[-1] < losses[best] * (1 + RISE) or not (np.diff(last) > 0).all():
+    enough = max(RISE * abs(losses[best]), SIGMAS * _noise(np.array(losses)))
+    if best > len(losses) - 1 - ROW or last[-1] < losses[best] + enough or not (np.diff(last) > 0).all():
         return
     numbers, trained = window.steps["step"], window.steps["loss"]
     around = trained[(numbers > steps[best] - 20) & (numbers <= steps[best])]
@@ -55,6 +60,12 @@ def check(window: Window) -> Iterator[Finding]:
         others=[{"cause": "the learning rate is too high", "against": "the training loss falls"}],
         confidence=0.8,
     )
+
+
+def _noise(losses: Array) -> float:
+    """The spread of a single evaluation, robust, and without the trend."""
+    apart = losses[1:-1] - (losses[:-2] + losses[2:]) / 2
+    return float(SMOOTH * np.median(np.abs(apart)) / np.sqrt(1.5))
 
 
 def evaluations(window: Window) -> dict[int, float]:

@@ -323,6 +323,32 @@ def test_what_is_not_finite_has_a_cause(grown: float, rule: str) -> None:
     assert len(found.others) == 1
 
 
+def test_noise_of_evaluations_is_no_overfitting() -> None:
+    """Of a hundred evaluations some three rise in a row, by more than 1% above the best of all; four that rise further are it."""
+    calm = 2 + 0.02 * np.random.default_rng(10).standard_normal(300)[:100]
+    rises = np.concatenate([calm, 2 + 0.1 * np.arange(1, 5)])
+    for held_out, found in ((calm, []), (rises, ["overfitting"])):
+        diagnosis, told = Diagnosis(), list[str]()
+        made = steps(3 / (1 + np.arange(5.0 * len(held_out)) / 500), np.ones(5 * len(held_out)))
+        for i, loss in enumerate(held_out.tolist()):
+            event = Event("eval", T + i, {"step": 5 * i + 5, "loss": loss, "tokens": 8})
+            told += [one.rule for one in diagnosis.observe([], made[5 * i : 5 * i + 5], [event])]
+        assert told == found
+
+
+def test_overflows_are_those_of_fp16() -> None:
+    """Norms that are not finite, step after step: with fp16, or where the job is not known; not where none is recorded."""
+    norms = np.ones(120)
+    norms[60:] = np.inf
+    for spec, norm, found in (
+        ({}, norms, ["loss_scale"]),
+        ({"precision": {"params": "fp16"}}, norms, ["loss_scale"]),
+        ({"precision": {"params": "bf16"}}, norms, []),
+        ({}, np.full(120, np.nan), []),
+    ):
+        assert [one.rule for one in judged(steps(np.full(120, 3.0), norm), spec=spec)] == found
+
+
 def test_noise_and_compression_are_judged_from_the_steps() -> None:
     """A batch far beyond the noise scale, in the second half of a run; and error feedback that grows fourfold: once each."""
     spec = {"train": {"global_batch": 256, "steps": 400}, "observe": {"grad_noise": 1}}
