@@ -103,9 +103,8 @@ class ModelSpec(PartWithNewFields):
             remedy = "leave it out, or set it higher"
             if self.hf:
                 folder, mark, options = self.hf.partition("?")
-                remedy = (
-                    f"set data.tokenizer to that of the weights, if it is not: {folder}/tokenizer.json{mark}{options}"
-                )
+                file = f"{folder}/tokenizer.json{mark}{options}"
+                remedy = f"set data.tokenizer to that of the weights, if it is not: {file}"
             raise UserError(f"{field}: {size}: the tokenizer of the data has {tokenizer} ids", remedy)
         return size or tokenizer
 
