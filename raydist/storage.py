@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.fs as pafs
 
+_FORMS = "give a folder, or a URI such as s3://bucket/folder"
 _TEMPORARY = ".tmp-"
 _SILLY_RENAMED = re.compile(r"\.nfs[0-9a-f]{24}")
 """A deleted file that a process of this host still has open, on NFS. It is gone when that process closes it, and deleting it is an
@@ -31,7 +32,6 @@ error (EBUSY)."""
 _LIST_TRIES = 10
 MOST_READ = 1 << 30
 """Bytes of a file that `read` reads at once; tensors and tokens are read in pieces."""
-
 
 NO_FOLDER = frozenset(
     [
@@ -73,8 +73,8 @@ class Storage:
 
         self._type = pafs.FileType
         text = os.fspath(uri)
-        if not text:  # a path would be the working directory
-            raise UserError("the name of a storage is empty", "give a folder, or a URI such as s3://bucket/folder")
+        if not text:  # as a path it would be the working directory
+            raise UserError("the name of a storage is empty", _FORMS)
         self.local: Path | None = None
         self.private = False
         """Whether this folder, if it is local and is created, is for its user alone (mode 0700).
@@ -84,14 +84,13 @@ class Storage:
         self._existed = False
         try:
             if "://" in text and not text.startswith("file://"):
-                self.fs, self.root = remote_filesystem.open_uri(text)
-                self.full_uri = text.rstrip("/")
+                (self.fs, self.root), self.full_uri = remote_filesystem.open_uri(text), text.rstrip("/")
             else:
                 self.local = Path(text.removeprefix("file://")).expanduser().absolute()
                 self.fs, self.root, self.full_uri = pafs.LocalFileSystem(), str(self.local), str(self.local)
         except (pa.ArrowInvalid, OSError) as error:
+            hint = remote_filesystem.remedy(text, _FORMS)
             # Not `from error`: its text contains the URI as given, and a traceback would show it.
-            hint = remote_filesystem.remedy(text, "give a folder, or a URI such as s3://bucket/folder")
             raise UserError(f"storage {text!r}: {remote_filesystem.reason(error)}", hint) from None
         self.uri = redact(self.full_uri)
 
