@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _FORMS = "give a folder, or a URI such as s3://bucket/folder"
 _TEMPORARY = ".tmp-"
 _SILLY_RENAMED = re.compile(r"\.nfs[0-9a-f]{24}")
-"""A deleted file that a process of this host has open, on NFS: gone when that process closes it; deleting it is an error (EBUSY)."""
+"""A deleted file that a process here has open, on NFS: gone when that process closes it; deleting it is an error (EBUSY)."""
 _LIST_TRIES = 10
 MOST_READ = 1 << 30
 """Bytes of a file that `read` reads at once; tensors and tokens are read in pieces."""
