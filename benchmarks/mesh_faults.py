@@ -22,7 +22,8 @@ from typing import Any
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos import JOB, Here, differences, newest, train
 from common import write
@@ -79,7 +80,8 @@ def of_mesh(sections: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]
     named = {"kill": "SIGKILL", "suspend": "stopped (SIGSTOP)"}
     table = [
         {
-            "fault": fault.fault, "rank": fault.rank, "step": fault.step, "phase": fault.phase, "cause": failure["cause"],
+            "fault": fault.fault, "rank": fault.rank, "step": fault.step, "phase": fault.phase,
+            "cause": failure["cause"].replace(f"{ROOT}/", ""),
             "source": again["source"], "from": again["step"], "seconds": back["seconds"],
         }
         for fault, failure, again, back in zip(asked, failures, resumed, first, strict=False)
