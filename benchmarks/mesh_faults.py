@@ -22,8 +22,7 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos import JOB, Here, differences, newest, train
 from common import write
@@ -32,6 +31,7 @@ from raydist.faults import Kill, Suspend
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events
 
+ROOT = Path(__file__).parents[1]
 GPT = {**JOB["model"], "width": 32, "context": 32}
 EXPERTS = {"name": "mixtral", "layers": 2, "width": 16, "heads": 2, "hidden": 16, "context": 32}
 MESHES: dict[str, dict[str, Any]] = {
