@@ -45,10 +45,9 @@ def held_out_samples(spec: JobSpec, dataset: TokenDataset, train: Windows | Sequ
         made = Sequences(split, train.longest, spec.data.batching.longer, train.shapes)
     if not len(made):
         raise DataError(
-            f"{dataset.uri}: its {dataset.index.eval.documents} held-out documents make no sample, but eval.every is "
-            f"{spec.eval.every}",
-            "whole documents are held out, and never the only one: give more of them, or a larger data.eval_fraction, or set "
-            "eval.every: null",
+            f"{dataset.uri}: its {dataset.index.eval.documents} held-out documents make no sample to evaluate",
+            "whole documents are held out, and never the only one: give more of them, or a larger data.eval_fraction; eval.every: "
+            "null trains without evaluations",
         )
     return made
 
