@@ -158,12 +158,14 @@ def damage() -> list[Fault]:
 
 
 EVERY = [fault for fault, _, _ in DEATHS] + HICCUPS + damage() + REST
+NEVER = Kill(rank=1, step=7, phase="eval")
+"""That step has no evaluation."""
 
 
 @pytest.fixture(scope="module")
 def disturbed(project: Any) -> Any:
     """The run with all faults, to its end: its driver is killed near the end, and the same command runs again."""
-    command = ["train", "job.yaml", "--name", "disturbed", *LONG, *PATIENCE, *write(project, "every", EVERY)]
+    command = ["train", "job.yaml", "--name", "disturbed", *LONG, *PATIENCE, *write(project, "every", [*EVERY, NEVER])]
     first = project.raydist(*command)
     assert first.returncode == -9, first.stderr
     lost = project.show("disturbed")
@@ -194,6 +196,8 @@ def test_each_fault_happens_once_and_has_an_event(disturbed: Any) -> None:
     shown = disturbed.show("disturbed")["faults"]
     assert sorted((f["step"], f["fault"], f["rank"]) for f in shown) == asked
     assert [f["at"] for f in shown] == sorted(f["at"] for f in shown)
+    (missing,) = (n["text"] for n in disturbed.events("disturbed", "note") if "has not happened" in n["text"])
+    assert missing.startswith("the fault kill of rank 1 in step 7, at its phase eval, has not happened")
 
 
 def test_every_death_names_the_rank_and_the_cause(disturbed: Any) -> None:

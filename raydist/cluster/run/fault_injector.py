@@ -12,13 +12,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from raydist import faults
 from raydist.cluster.leave import drain
 from raydist.cluster.run.monitor_client import MonitorClient
 from raydist.errors import StorageError
-from raydist.faults import clock
+from raydist.faults import Fault, clock
 from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events
@@ -28,10 +29,11 @@ _AGAIN_S = 0.1
 
 
 class DriverInjector:
-    """Call `look` often. `address`: HOST:PORT of the cluster's head."""
+    """Call `look` often. `address`: HOST:PORT of the cluster's head. `asked`: all faults of the run."""
 
-    def __init__(self, run: RunDir, monitor: MonitorClient, address: str) -> None:
+    def __init__(self, run: RunDir, monitor: MonitorClient, address: str, asked: Sequence[Fault]) -> None:
         self._run, self._monitor, self._address = run, monitor, address
+        self._asked = dict(zip(faults.names(asked), asked, strict=True))
         self._lock = threading.Lock()
         self._before = frozenset(faults.read_notes(run))
         # A fault may have killed the driver before this one, before that one could record it.
@@ -54,6 +56,17 @@ class DriverInjector:
                 self._record(name, note)
                 if asked:
                     self._run.storage.write(faults.done(name), json.dumps({"at": time.time()}).encode())
+
+    def say_what_is_missing(self) -> None:
+        """Of a run that has finished: notes the faults that have not happened, as in a phase that their step does not have."""
+        happened = {note.rpartition("/")[2].rpartition("-rank")[0] for note in self._recorded}
+        for name, fault in self._asked.items():
+            if name not in happened:
+                of = "" if fault.rank is None else f" of rank {fault.rank}"
+                self._monitor.note(
+                    f"the fault {fault.fault}{of} in step {fault.step}, at its phase {fault.at}, has not happened: that step did "
+                    "not have this phase, or was trained before the fault was asked for, or without that rank"
+                )
 
     def _record(self, name: str, note: dict[str, Any]) -> None:
         data = {

@@ -119,7 +119,7 @@ class Supervisor:
         stop_request = StopRequest()
         kind = worker_kind(spec, request.gpus)
         elasticity = Elasticity(spec, kind, run.name, own, monitor, stop_request, private=private)
-        injector = DriverInjector(run, monitor, session.address) if request.faults else None
+        injector = DriverInjector(run, monitor, session.address, request.faults) if request.faults else None
         head = PrivateHead(session.address, session.processes) if session.processes else HeadMonitor(session.address)
         outage = HeadOutage(head, spec.recovery.head_timeout, run)
         monitor.lost = lambda: outage.cut_off
@@ -240,6 +240,8 @@ class Supervisor:
                 raise TimeoutError(self._outage.why())
             if self._injector is not None:
                 self._injector.look()
+                if ending.status == "finished":
+                    self._injector.say_what_is_missing()
             self._monitor.push()
             self._monitor.end(ending.status, ending.cause, _DEAD_END_S if self._outage.dead else None)
         except (RayActorError, TimeoutError) as error:
