@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from raydist import registry
 from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
+from raydist.redact import redact
 from raydist.spec import comm, mesh, virtual_ranks
 from raydist.spec.comm import CommSpec
 from raydist.spec.parallel import ParallelSpec
@@ -248,7 +249,8 @@ class JobSpec(PartWithNewFields):
     def numbers(self, fingerprint: str) -> dict[str, Any]:
         """The fields that change the numbers, as a flat dict of dotted names: a resumed run must have the same values.
 
-        `fingerprint` is the dataset's. It replaces the dataset's source and path.
+        `fingerprint` is the dataset's. It replaces the dataset's source and path. Without secrets: manifests have it, and other
+        credentials of a URI change no number.
         """
         sequences = {"data.batching.longest": self.longest} if self.data.batching is not None else {}
         exclude = self.numbers_exclude
@@ -257,7 +259,7 @@ class JobSpec(PartWithNewFields):
         # As with `parallel`, the way of the sums changes rounding alone.
         plain = self.model_copy(update={"comm": self.comm.model_copy(update={"topology": comm.TORCH, "ring": None})})
         return {"data.fingerprint": fingerprint, **sequences} | {
-            name: sequences.get(name, value)
+            name: redact(sequences.get(name, value))
             for name, value in flatten(plain.model_dump(mode="json")).items()
             if not any(name == x or name.startswith(x + ".") for x in exclude)
         }

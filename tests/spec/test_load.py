@@ -374,6 +374,16 @@ def test_numbers_are_what_changes_the_results() -> None:
         assert load(QUICKSTART, [override]).numbers("f") != numbers
 
 
+def test_no_secret_is_among_the_numbers() -> None:
+    """Checkpoints' manifests have the numbers; a run goes on with other credentials."""
+    first, second = (
+        load(QUICKSTART, [f"data.tokenizer='s3://key:{secret}@bucket/tokenizer.json?region=x'"]).numbers("f")
+        for secret in ("hush1", "hush2")
+    )
+    assert first == second
+    assert "hush" not in str(first)
+
+
 TREES = st.recursive(st.integers(), lambda t: st.dictionaries(st.sampled_from("abc"), t, max_size=3), max_leaves=8)
 
 
