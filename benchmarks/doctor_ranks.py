@@ -194,33 +194,19 @@ SCENARIOS = [
         spec={"optim": {"lr": 1e-3, "schedule": {"warmup": 10}}},
         culprit="optim.lr",
     ),
-    Scenario(
-        "a layer's gradient vanishes",
-        ("layer_gradients",),
-        ({**GRADIENT, "factor": 1e-6},),
-        spec={"observe": {"histograms": 4}},
-        culprit="parameter",
-    ),
-    Scenario(
-        "a layer's gradient explodes",
-        ("layer_gradients",),
-        ({**GRADIENT, "factor": 1e6},),
-        spec={"observe": {"histograms": 4}},
-        culprit="parameter",
-    ),
-    Scenario(
-        "a layer's output vanishes",
-        ("layer_activations",),
-        ({**OUTPUT, "factor": 1e-6},),
-        spec={"observe": {"histograms": 4}},
-        culprit="parameter",
-    ),
-    Scenario(
-        "a layer's output explodes",
-        ("layer_activations",),
-        ({**OUTPUT, "factor": 1e4},),
-        spec={"observe": {"histograms": 4}},
-        culprit="parameter",
+    *(
+        Scenario(
+            f"a layer's {of} {does}",
+            (rule,),
+            ({**fault, "factor": factor},),
+            spec={"observe": {"histograms": 4}},
+            culprit="parameter",
+        )
+        for of, rule, fault, factors in (
+            ("gradient", "layer_gradients", GRADIENT, (1e-6, 1e6)),
+            ("output", "layer_activations", OUTPUT, (1e-6, 1e4)),
+        )
+        for does, factor in zip(("vanishes", "explodes"), factors, strict=True)
     ),
     Scenario(
         "expert imbalance",

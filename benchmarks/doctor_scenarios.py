@@ -246,37 +246,17 @@ SCENARIOS = [
         step_s=(0.1, 0.4),
         text=lambda run: {"event": lambda run: nan(run) if run.step - run.text.get("hit", run.step) > 45 else None},
     ),
-    Scenario(
-        "a layer's gradient vanishes",
-        ("layer_gradients",),
-        "parameter",
-        quiet,
-        text=lambda run: {"sizes": sizes, "goes": -1},
-        step_s=(0.1, 0.5),
-    ),
-    Scenario(
-        "a layer's gradient explodes",
-        ("layer_gradients",),
-        "parameter",
-        quiet,
-        text=lambda run: {"sizes": sizes, "goes": 1},
-        step_s=(0.1, 0.5),
-    ),
-    Scenario(
-        "a layer's output vanishes",
-        ("layer_activations",),
-        "parameter",
-        quiet,
-        text=lambda run: {"sizes": sizes, "puts_out": -1},
-        step_s=(0.1, 0.5),
-    ),
-    Scenario(
-        "a layer's output explodes",
-        ("layer_activations",),
-        "parameter",
-        quiet,
-        text=lambda run: {"sizes": sizes, "puts_out": 1},
-        step_s=(0.1, 0.5),
+    *(
+        Scenario(
+            f"a layer's {of} {does}",
+            (rule,),
+            "parameter",
+            quiet,
+            text=lambda run, key=key, way=way: {"sizes": sizes, key: way},
+            step_s=(0.1, 0.5),
+        )
+        for of, rule, key in (("gradient", "layer_gradients", "goes"), ("output", "layer_activations", "puts_out"))
+        for does, way in (("vanishes", -1), ("explodes", 1))
     ),
     Scenario(
         "overfitting",

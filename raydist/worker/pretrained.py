@@ -97,9 +97,13 @@ def _share(files: WeightFiles, name: str, where: tuple[slice, ...], into: Tensor
         ends = [n * r // mesh.tensor for r in range(mesh.tensor + 1)]
         counts = [stop - start for start, stop in pairwise(ends)]
         first = where[0].start + at + ends[own]
-        rows = files.read(name, (slice(first, first + counts[own]), slice(0, width)))
-        sent = torch.cat([part.flatten() for part in torch.split(rows, widths, 1)]).to(mesh.rank.device)
-        came = sent.new_empty(n * widths[own])
         into_each, to_each = [count * widths[own] for count in counts], [counts[own] * w for w in widths]
+        rows = files.read(name, (slice(first, first + counts[own]), slice(0, width)))
+        sent = rows.new_empty(rows.numel())
+        for to, part in zip(sent.split(to_each), rows.split(widths, 1), strict=True):
+            to.view(part.shape).copy_(part)
+        del rows  # two buffers of a rank's share of the rows at a time: one tensor at most
+        sent = sent.to(mesh.rank.device)
+        came = sent.new_empty(n * widths[own])
         gloo_p2p.all_to_all(came, sent, group, into_each, to_each).wait()
         into[at : at + n].copy_(came.view(n, -1))

@@ -78,7 +78,7 @@ def export_int8(
         measured = Measured(size, exported.nbytes, before, evaluate(exported.model, batches, loss))
         if not measured.increase <= max_increase:  # NaN is refused, too
             raise QuantizationRefused(
-                f"int8 raises the held-out loss by {measured.increase:.4f} nats, more than {max_increase:g} "
+                f"int8 raises the held-out loss by {measured.increase:.2g} nats, more than {max_increase:g} "
                 f"({before.loss:.4f} -> {measured.after.loss:.4f})",
                 "export without --quantize, train longer, or set --max-loss-increase",
             )
