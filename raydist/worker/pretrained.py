@@ -100,7 +100,7 @@ def _share(files: WeightFiles, name: str, where: tuple[slice, ...], into: Tensor
         into_each, to_each = [count * widths[own] for count in counts], [counts[own] * w for w in widths]
         rows = files.read(name, (slice(first, first + counts[own]), slice(0, width)))
         sent = rows.new_empty(rows.numel())
-        for to, part in zip(sent.split(to_each), rows.split(widths, 1), strict=True):
+        for to, part in zip(torch.split(sent, to_each), torch.split(rows, widths, 1), strict=True):
             to.view(part.shape).copy_(part)
         del rows  # two buffers of a rank's share of the rows at a time: one tensor at most
         sent = sent.to(mesh.rank.device)
