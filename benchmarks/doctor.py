@@ -1,6 +1,7 @@
 """Scores the rules of raydist.diagnosis on simulated runs with injected faults, and on healthy ones. No timing of this machine.
 
     python benchmarks/doctor.py [--each 10] [--held-back]
+    python benchmarks/doctor.py --cost
 
 Each scenario is a run of 2 to 8 ranks that is simulated second by second: steps that wait for the slowest rank, with noise that
 lasts (autoregressive, as other users of a host make it), uneven documents, evaluations and checkpoints; its rows, steps and events
@@ -9,12 +10,15 @@ seed, and no two scenarios have the same noise. Seeds of `--held-back` are other
 
 culprit: the first finding after the fault names its rank, node or setting; cause: it is of the right rule; false: any finding of a
 healthy run, or before a fault. `seconds`: from the fault to the finding. The confusion matrix counts the rule that was told first.
+
+`--cost`: instead, the share of a core that all rules take for 8 ranks with 8 GPUs and 4 steps a second, in healthy scenarios.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +32,17 @@ from doctor_scenarios import HEALTHY, SCENARIOS, Scenario
 
 from raydist.diagnosis import Diagnosis
 from raydist.records import Finding
+
+SPEC = {
+    "optim": {"lr": 1e-3, "schedule": {"warmup": 0.1}},
+    "train": {"global_batch": 64, "steps": 10**6},
+    "parallel": {"pipeline": 1, "expert": 4},
+    "observe": {"grad_noise": 10},
+    "comm": {"compress": "none"},
+    "data": {"prefetch": 2},
+}
+WARM_S = 60
+"""Seconds of a run that `--cost` leaves out: the window fills."""
 
 
 @dataclass
@@ -62,10 +77,7 @@ def play(scenario: Scenario, seed: int, wide: bool) -> Score:
         run.fault_at = 0  # what is odd about its losses is there from the start
     run.text = scenario.text(run)
     run.loss_hook = scenario.loss
-    spec = {"optim": {"lr": 1e-3, "schedule": {"warmup": 0.1}}, "train": {"global_batch": 64, "steps": 10**6},
-            "parallel": {"pipeline": 1, "expert": 4}, "observe": {"grad_noise": 10}, "comm": {"compress": "none"},
-            "data": {"prefetch": 2}}  # fmt: skip
-    diagnosis = Diagnosis(spec=spec)
+    diagnosis = Diagnosis(spec=SPEC)
     false: list[str] = []
     first: tuple[float, Finding] | None = None
     for rows, steps, events in simulate(run, scenario.hook):
@@ -89,6 +101,22 @@ def play(scenario: Scenario, seed: int, wide: bool) -> Score:
     return Score(scenario.name, finding.rule, right, finding.rule in scenario.rules, false, at - run.fault_at)
 
 
+def cost() -> dict[str, float]:
+    """{healthy scenario: share of a core}."""
+    found: dict[str, float] = {}
+    for scenario in HEALTHY[:3]:
+        run = Run(np.random.default_rng(0), 8, 1, True, 300, 0.25, scenario.crowd, scenario.uneven)
+        run.every, run.text, run.loss_hook = 100, scenario.text(run), scenario.loss
+        diagnosis, spent, counted = Diagnosis(spec=SPEC), 0.0, 0
+        for second, told in enumerate(simulate(run, scenario.hook)):
+            begun = time.thread_time()
+            list(diagnosis.observe(*told))
+            if second * 2 > WARM_S:
+                spent, counted = spent + time.thread_time() - begun, counted + 2
+        found[scenario.name] = spent / counted
+    return found
+
+
 def main() -> None:
     """Runs, prints, and writes results/doctor.json or results/doctor_held_back.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -97,7 +125,13 @@ def main() -> None:
         "--held-back", action="store_true", help="other seeds, wider ranges: once, after all rules are written"
     )
     parser.add_argument("--only", default="", help="scenarios whose name contains this; writes nothing")
+    parser.add_argument("--cost", action="store_true", help="the share of a core that the rules take")
     options = parser.parse_args()
+    if options.cost:
+        shares = cost()
+        print({name: f"{share:.3%}" for name, share in shares.items()})
+        write("doctor_cost", {"ranks": 8, "core_share": shares})
+        return
     first_seed = 80_000 if options.held_back else 0
     chosen = [s for s in [*SCENARIOS, *HEALTHY] if options.only in s.name]
     matrix: dict[str, Counter[str]] = {}
