@@ -38,8 +38,8 @@ def run(
     except FileNotFoundError:
         print("raydist: the working directory no longer exists\n  change to an existing one: cd", file=sys.stderr)
         sys.exit(2)
-    if started:
-        sys.stderr = cast(TextIO, Display(sys.stderr))
+    if started:  # None: descriptor 2 is closed
+        sys.stderr = cast(TextIO, Display(sys.stderr or open(os.devnull, "w")))  # noqa: SIM115 - to the end
     try:
         body()
     except RaydistError as error:
