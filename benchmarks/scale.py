@@ -12,20 +12,24 @@ one node is cut off; 5% of the ranks die together; the head's processes (coordin
 nodes are cut off.
 
 "ordered": seconds until the last agent had the order to train of the next attempt: for a death from the death, for a node that was
-cut off from when the coordinator noticed it, `--lost` seconds after its last beat. Processor time is that of the process in these
-seconds. All share this machine's cores: on a cluster the simulated agents would not. `--beat`: seconds between two beats of a node.
+cut off from when the coordinator noticed it, `--lost` seconds after its last beat. "over": the same until the driver had the result
+of the attempt; "first order". Processor time is that of the process in these seconds. All share this machine's cores: on a cluster
+the simulated agents would not. "messages": to the coordinator, beats included; the other counts are of the calls in them (of `next`
+and `ended` one a rank), and of the driver's calls of memory stores. `--beat`: seconds between two beats of a node.
 With 10,000 ranks the simulated nodes need about a core of their own: on a machine without it, give larger values of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +57,7 @@ ROLES = {
     "monitor": "ray::RunMonitor",
     "GCS": "gcs_server",
     "raylet": "raylet/raylet",
+    "simulated nodes": "ray::Host",
 }
 PAUSE_S = 5.0
 WAIT_S = 600.0
@@ -83,25 +88,26 @@ class Processes:
     """The control processes of this run: their processor time and memory."""
 
     def __init__(self) -> None:
-        self.all = {"driver": psutil.Process()}
+        self.all = {"driver": [psutil.Process()]} | {role: [] for role in ROLES}
         for process in psutil.Process().children(recursive=True):
             line = " ".join(process.cmdline())
             for role, name in ROLES.items():
-                if name in line and role not in self.all:
-                    self.all[role] = process
+                if name in line:
+                    self.all[role].append(process)
 
     def cpu(self) -> dict[str, float]:
         """Seconds of processor time so far."""
-        return {role: sum(process.cpu_times()[:2]) for role, process in self.all.items()}
+        return {role: sum(sum(p.cpu_times()[:2]) for p in each) for role, each in self.all.items()}
 
     def uss(self) -> dict[str, int]:
         """MiB that only this process has."""
-        return {role: process.memory_full_info().uss >> 20 for role, process in self.all.items()}
+        return {role: sum(p.memory_full_info().uss for p in each) >> 20 for role, each in self.all.items()}
 
     def signal(self, number: int, *roles: str) -> None:
         """Sends a signal to these."""
         for role in roles:
-            os.kill(self.all[role].pid, number)
+            for process in self.all[role]:
+                os.kill(process.pid, number)
 
 
 class Run:
@@ -109,6 +115,7 @@ class Run:
 
     def __init__(self, ranks: int, session: Session, folder: str, options: argparse.Namespace) -> None:
         self.ranks, self.steady_s, self.attempt = ranks, options.steady, 0
+        self._sent: Counter[str] = Counter()
         host = ray.remote(Host).options(num_cpus=0, max_concurrency=100_000)
         self.cluster = Cluster(
             ranks // PER_NODE, [host.remote(options.beat) for _ in range(options.hosts)], options.lost
@@ -188,10 +195,21 @@ class Run:
         last = max(s["orders"][attempt][2] for s in seen if attempt in s["orders"])
         first = min(s["orders"][attempt][1] for s in seen if attempt in s["orders"])
         cpu = {role: round(spent - before.get(role, 0.0), 2) for role, spent in Processes().cpu().items()}
-        return {"ordered_s": round(last - begun, 2), "first_order_s": round(first - begun, 2), "cpu_s": cpu}
+        times = {"ordered_s": round(last - begun, 2), "first_order_s": round(first - begun, 2)}
+        incident = json.loads(next(s["orders"][attempt][3] for s in seen if attempt in s["orders"]))["incident"]
+        if incident is not None:
+            times = {"over_s": round(incident["over"] - begun, 2), **times}
+        return {**times, "cpu_s": cpu, "messages": self._messages(seen)}
+
+    def _messages(self, seen: list[dict[str, Any]]) -> dict[str, int]:
+        """Of each kind, since this was called last."""
+        sent: Counter[str] = sum((Counter(s["messages"]) for s in seen), Counter())
+        new, self._sent = sent - self._sent, sent
+        return {name: count for name, count in sorted(new.items()) if count > 1}
 
     def _after(self, fault: Callable[[], list[float]], ranks: int) -> dict[str, Any]:
         before = self.processes.cpu()
+        self._messages(self.cluster.call("seen"))
         at = min(fault())
         self._ordered(self.attempt + 1, ranks)
         return self._phase(self.attempt, before, min, at)
@@ -201,21 +219,24 @@ class Run:
         usable = [name for name in self.cluster.names[1:] if name not in self.cluster.gone]
         gone = usable[len(usable) // 2 :][:count] if count == 1 else usable[:count]
         before = self.processes.cpu()
+        self._messages(self.cluster.call("seen"))
         self.cluster.gone.update(gone)
         at = min(self.cluster.call("cut", gone))
         seen = self._ordered(self.attempt + 1, self.living)
-        noticed = next(s["orders"][self.attempt][3]["seen"] for s in seen if self.attempt in s["orders"])
+        job = next(s["orders"][self.attempt][3] for s in seen if self.attempt in s["orders"])
+        noticed = json.loads(job)["incident"]["seen"]
         found = self._phase(self.attempt, before, min, noticed)
         self.cluster.dead.update(gone)
         return {"noticed_s": round(noticed - at, 2), **found}
 
     def _steady(self) -> dict[str, Any]:
-        self.cluster.call("seen")
+        self._messages(self.cluster.call("seen"))
         before, begun = self.processes.cpu(), time.monotonic()
         time.sleep(self.steady_s)
         seen, seconds = self.cluster.call("seen"), time.monotonic() - begun
+        sent = self._messages(seen)
         share = {role: round((spent - before[role]) / seconds, 3) for role, spent in self.processes.cpu().items()}
-        count = {name: sum(s["messages"].get(name, 0) for s in seen) for name in ("messages", "beat", "next", "push")}
+        count = {name: sent.get(name, 0) for name in ("messages", "beat", "next", "push")}
         return {
             "messages_s": {name: round(n / seconds, 1) for name, n in count.items()},
             "bytes": {name: n for s in seen for name, n in s["bytes"].items()},

@@ -95,6 +95,7 @@ class Cluster:
         """Ends what waits for its agents, as a call of Ray must not outlive the session, and closes its sockets."""
         self.call("abort")
         self.call("over")
+        self.call("close")
         for each in (self._listens, self._drops, *self._waiting):
             each.close()
 

@@ -41,21 +41,24 @@ class Agent:
 
 @dataclass(slots=True)
 class Orders:
-    """The orders to train of one attempt: how many, when the first and the last came, and the `incident` in the job."""
+    """The orders to train of one attempt: how many, when the first and the last came, and the job, as JSON."""
 
     count: int = 0
     first: float = 0.0
     last: float = 0.0
-    incident: dict[str, Any] | None = None
+    job: str = ""
 
 
 @dataclass(slots=True)
 class Kept:
-    """What a node's memory store has: the ranks of the node, of the node whose buddy it is, and the ranks' world size."""
+    """What a node's memory store has: the ranks of the node, of the node whose buddy it is, the ranks' world size, and whether it
+    has fetched the file that all read.
+    """
 
     ranks: Sequence[int] = ()
     buddy: Sequence[int] = ()
     world: int = 0
+    fetched: bool = False
 
 
 class Host:
@@ -65,7 +68,8 @@ class Host:
         self.beat_s = beat_s
         self.agents: dict[int, Agent] = {}
         self.kept: dict[str, Kept] = {}
-        self.left = asyncio.Event()
+        self.left, self.closed = asyncio.Event(), asyncio.Event()
+        self.gone: set[str] = set()
         self.orders: dict[int, Orders] = {}
         self.joined = 0.0
         self.messages: Counter[str] = Counter()
@@ -111,6 +115,7 @@ class Host:
 
     async def cut(self, gone: Sequence[str]) -> float:
         """The network of these nodes is cut: nothing of them arrives any more. When that was."""
+        self.gone.update(gone)
         for agent in self.agents.values():
             agent.cut = agent.cut or agent.node in gone
         return time.time()
@@ -123,33 +128,40 @@ class Host:
         )
 
     async def seen(self) -> dict[str, Any]:
-        """What this host has seen and sent since the last call."""
+        """What this host has seen and sent, and the longest wait for the answer to a beat since the last call."""
         found = {
             "joined": self.joined,
-            "orders": {n: (o.count, o.first, o.last, o.incident) for n, o in self.orders.items()},
+            "orders": {n: (o.count, o.first, o.last, o.job) for n, o in self.orders.items()},
             "messages": dict(self.messages),
             "bytes": dict(self.bytes),
             "longest_beat_s": max(self.waits, default=0.0),
         }
-        self.messages.clear()
         self.waits.clear()
         return found
+
+    async def close(self) -> None:
+        """The run is over: all calls of memory stores end, as none may outlive the session."""
+        self.closed.set()
 
     async def store(self, node: str, method: str, *given: Any) -> Any:
         """A call of a node's memory store."""
         kept = self.kept.setdefault(node, Kept())
         self._count(f"memory store: {method}", given, None)
-        if method == "link":
+        if method == "closed" or node in self.gone:
+            await self.closed.wait()
+        if method in ("link", "inventory") and given:
             _, buddy, ranks, world = given
             if buddy is not None and (tuple(ranks), world) != (kept.ranks, kept.world):
                 buddy.copy.remote(ranks)
             kept.ranks, kept.world = tuple(ranks), world
-        elif method == "copy":
+        if method == "copy":
             kept.buddy = tuple(given[0])
         elif method == "inventory":
-            names = [shard(rank, kept.world) for rank in (*kept.ranks, *kept.buddy)]
-            return Inventory({(STEP, name): 1 for name in names}, [snapshot(kept.world)] if 0 in kept.ranks else [])
+            own = [*kept.ranks, *({0} - {*kept.ranks} if kept.fetched else ())]
+            files, others = ({(STEP, shard(rank, kept.world)): 1 for rank in ranks} for ranks in (own, kept.buddy))
+            return Inventory(files, [snapshot(kept.world)] if 0 in kept.ranks else [], others)
         elif method == "fetch":
+            kept.fetched = True
             return []
         return None
 
@@ -206,7 +218,7 @@ class Host:
     def _train(self, agent: Agent, order: Mapping[str, Any]) -> None:
         agent.rank, agent.attempt = int(order["env"]["RANK"]), order["attempt"]
         found = self.orders.setdefault(agent.attempt, Orders(first=time.time()))
-        found.count, found.last, found.incident = found.count + 1, time.time(), order["job"]["incident"]
+        found.count, found.last, found.job = found.count + 1, time.time(), order["job"]
         if agent.rank == 0:
             self.running.add(asyncio.create_task(self._records(agent, order)))
 

@@ -63,9 +63,11 @@ def memory(world: int, shared: bool) -> tuple[dict[str, Inventory], dict[int, st
         copies.append(Copy(step, 1, "MANIFEST-0001.json", world, dict.fromkeys(names[step], 1), common))
     nodes = {}
     for n in range(count):
-        kept = [r for m in (n, (n - 1) % count) for r in range(m * PER_NODE, (m + 1) * PER_NODE)]
-        files = {(s, names[s][r]): 1 for s in names for r in kept}
-        nodes[f"n{n}"] = Inventory(files, copies if n < 2 else [])
+        own, buddy = (
+            {(s, names[s][r]): 1 for s in names for r in range(m * PER_NODE, (m + 1) * PER_NODE)}
+            for m in (n, (n - 1) % count)
+        )
+        nodes[f"n{n}"] = Inventory(own, copies if n < 2 else [], buddy)
     del nodes["n7"]
     return nodes, {r: f"n{r // PER_NODE}" if r // PER_NODE != 7 else "new" for r in range(world)}
 

@@ -6,6 +6,7 @@ its node first, and the head's asks the run for a checkpoint. KubeRay starts a l
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -29,6 +30,8 @@ _USER = 1000
 _HEAD_CPU, _HEAD_MEMORY, _MOST_RETRIES = "2", "8Gi", 10
 _KEY = re.compile(r"([A-Za-z0-9./_-]+)(?:=([^:]*))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
 _REFUSED = re.compile(r"[^a-z0-9-]+")
+_LONGEST = 40
+"""Characters of a resource's name: KubeRay makes longer ones from it."""
 _NAME, _WORD = re.compile(r"(?=.{1,63}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?"), re.compile(r"\S+")
 _QUANTITY, _PATH = re.compile(r"[0-9.]+(m|[KMGT]i?)?"), re.compile(r"/.*")
 
@@ -58,7 +61,7 @@ def manifests(job: JobSpec, run: str, wishes: Wishes) -> str:
             f"--storage {wishes.storage}: no other pod would see it",
             "give a URI such as s3://bucket/runs, or mount a claim that all pods share: --claim NAME:/runs --storage /runs",
         )
-    nodes, name = Nodes.of(job), _REFUSED.sub("-", run.lower()).strip("-")[:40].strip("-")
+    nodes, name = Nodes.of(job), _resource_name(run)
     namespace = {} if wishes.namespace is None else {"namespace": _checked("--namespace", wishes.namespace, _NAME)}
     command = ["python", "-m", "raydist", "train", JOB, "--name", run, "--storage", wishes.storage, "--address", "auto"]
     # Of a driver on a lost head only the lease is left.
@@ -166,6 +169,15 @@ def _pod(
         return {"spec": pod}
     network = _checked("--network", wishes.network, _WORD)
     return {"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": network}}, "spec": pod}
+
+
+def _resource_name(run: str) -> str:
+    """A name that Kubernetes accepts. A long one is cut, and has a hash of the run's name at its end: no two runs share it."""
+    name = _REFUSED.sub("-", run.lower()).strip("-")
+    if len(name) <= _LONGEST:
+        return name
+    digest = hashlib.sha256(run.encode()).hexdigest()[:8]
+    return f"{name[: _LONGEST - 9].strip('-')}-{digest}"
 
 
 def _checked(option: str, text: str, form: re.Pattern[str]) -> str:

@@ -148,8 +148,8 @@ class _Attempt:
     """One attempt on this rank, from its start until the coordinator has its result; in its own threads."""
 
     def __init__(self, agent: _Agent, order: dict[str, Any]) -> None:
-        self._agent, self._order, self._number = agent, order, int(order["attempt"])
-        self._rank = int(order["env"]["RANK"])
+        self._agent, self._env, self._number = agent, order["env"], int(order["attempt"])
+        self._job, self._rank = json.loads(order["job"]), int(self._env["RANK"])
         self._port = agent.take_port()
         self._started = threading.Event()
         self._process: Process | None = None
@@ -202,12 +202,12 @@ class _Attempt:
         stack.enter_context(control)
         heartbeat, stacks = heartbeat_ipc.create(), os.memfd_create("raydist-stacks")
         self._reader = heartbeat_ipc.Reader(heartbeat)
-        output = Output(self._order["job"]["run"], self._number, self._rank)
+        output = Output(self._job["run"], self._number, self._rank)
         with their_calls, their_control:
             fds = [their_calls.fileno(), their_control.fileno(), stacks, heartbeat, output.fd]
             try:
                 self._agent.server = self._agent.server.living()
-                process = self._agent.server.fork(fds, self._order["env"])
+                process = self._agent.server.fork(fds, self._env)
             except BaseException:
                 output.abandon()
                 raise
@@ -217,7 +217,7 @@ class _Attempt:
         stack.callback(os.close, stacks)
         self._witness = Witness(process.pid, stacks, control)
         connection = Connection(calls.detach())
-        order = {**self._order["job"], "rank": self._rank, "node_ip": self._agent.node_ip}
+        order = {**self._job, "rank": self._rank, "node_ip": self._agent.node_ip}
         connection.send_bytes(json.dumps(order).encode())
         threading.Thread(target=self._serve, args=(connection,), name="raydist-calls", daemon=True).start()
         return process
@@ -225,7 +225,7 @@ class _Attempt:
     def look(self) -> None:
         """Reports to the coordinator what this rank is doing, and writes its stacks and collectives to the run's logs."""
         agent, look, witness = self._agent, self._reader.look(), self._witness
-        newest = max(_AT_LEAST, min(_COLLECTIVES, _OF_ALL // int(self._order["env"]["WORLD_SIZE"])))
+        newest = max(_AT_LEAST, min(_COLLECTIVES, _OF_ALL // int(self._env["WORLD_SIZE"])))
         state, stacks, collectives = witness.state(), "", None
         if state not in "TtZ":
             stacks, collectives = witness.stacks(), witness.collectives()
@@ -239,8 +239,8 @@ class _Attempt:
             "answers": collectives is not None,
             "collectives": (collectives or [])[-newest:],
         }
-        storage = RunDir(self._order["job"]["run"]).storage
-        name = f"{LOGS}/attempt-{self._order['job']['attempt']:04d}/rank-{self._rank:05d}"
+        storage = RunDir(self._job["run"]).storage
+        name = f"{LOGS}/attempt-{self._job['attempt']:04d}/rank-{self._rank:05d}"
         with contextlib.suppress(StorageError):  # storage may be the cause of the hang
             storage.write(f"{name}.stacks.txt", stacks.encode())
             storage.write(f"{name}.collectives.json", json.dumps(collectives).encode())
@@ -266,7 +266,7 @@ class _Attempt:
                     elif what == "push":
                         answer["value"] = ray.get(monitor.push.remote(**call), timeout=_PUSH_TIMEOUT_S)
                     elif what == "stage":
-                        monitor.stage.remote(self._order["job"]["attempt"], **call)  # no wait: for display only
+                        monitor.stage.remote(self._job["attempt"], **call)  # no wait: for display only
                     elif what == "durable":
                         ray.get(monitor.flush.remote(), timeout=_PUSH_TIMEOUT_S)
                     elif what == "clock":  # an injected fault

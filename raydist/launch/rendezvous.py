@@ -1,4 +1,4 @@
-"""Where an attempt's ranks will meet: a reserved port for torch's store, and the secret by which they know each other.
+"""Where an attempt's ranks meet: a reserved port for torch's store, the secret by which they know each other, and their numbers.
 
 Runs in: rank 0's agent or worker, and the coordinator. Neither torch nor ray.
 """
@@ -7,11 +7,32 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def new_secret() -> str:
     """256 random bits as text. Each attempt has its own."""
     return secrets.token_hex(32)
+
+
+def rank_variables(offers: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The environment of each rank, with the variables of torchrun. `offers`: of the ranks' agents (coordinator.py). LOCAL_RANK is
+    the agent's own: it numbers the devices that Ray gave to the node's workers.
+    """
+    count = Counter(offer["node"] for offer in offers)
+    nodes = {node: at for at, node in enumerate(count)}
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(offers)),
+            "LOCAL_RANK": str(offer["local_rank"]),
+            "LOCAL_WORLD_SIZE": str(count[offer["node"]]),
+            "NODE_RANK": str(nodes[offer["node"]]),
+        }
+        for rank, offer in enumerate(offers)
+    ]
 
 
 def hold_port(host: str) -> socket.socket:

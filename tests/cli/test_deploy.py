@@ -15,6 +15,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _get_custom_resou
 from typer.testing import CliRunner
 
 from raydist.cli.main import app
+from raydist.deploy.kuberay import Wishes, manifests
 from raydist.deploy.nodes import Nodes
 from raydist.errors import UserError
 from raydist.spec import JobSpec, load, parse
@@ -87,6 +88,17 @@ def test_a_job_that_does_not_say_its_nodes_is_refused(cluster: dict[str, Any], t
         Nodes.of(parse({**JOB, "name": "j", "cluster": cluster}))
     assert told in caught.value.message
     assert caught.value.hint
+
+
+def test_names_that_are_cut_differ() -> None:
+    """Runs whose names are equal in the 40 characters that Kubernetes gets have resources of their own; each keeps its name."""
+    made = parse({**JOB, "name": "j", "cluster": {"workers": 8, "resources": NODE}})
+    wishes = Wishes(image="me/raydist", storage="s3://bucket/runs")
+    names = [yaml.safe_load_all(manifests(made, "a" * 40 + end, wishes)) for end in ("", "b", "c", "b")]
+    kept, *cut = ({one["metadata"]["name"].removesuffix("-job") for one in each} for each in names)
+    assert kept == {"a" * 40}
+    assert cut[0] == cut[2] != cut[1]
+    assert all(len(name) == 40 and name.startswith("a" * 31 + "-") for each in cut for name in each)
 
 
 def test_kuberay(job: Any) -> None:

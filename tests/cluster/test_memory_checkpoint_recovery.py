@@ -21,12 +21,12 @@ def cluster(world: int, per_node: int, steps: tuple[int, ...], shared: tuple[int
     count = world // per_node
     nodes = {}
     for n in range(count):
-        kept = [(n, r) for r in range(n * per_node, (n + 1) * per_node)]
-        before = (n - 1) % count
-        kept += [(before, r) for r in range(before * per_node, (before + 1) * per_node)]
-        files = {(s, name(r, world, s)): 100 + r for s in steps for _, r in kept}
+        own, buddy = (
+            {(s, name(r, world, s)): 100 + r for s in steps for r in range(m * per_node, (m + 1) * per_node)}
+            for m in (n, (n - 1) % count)
+        )
         copies = [copy(s, world, shared) for s in steps] if n in (0, 1 % count) else []
-        nodes[f"n{n}"] = Inventory(files, copies)
+        nodes[f"n{n}"] = Inventory(own, copies, buddy)
     return nodes
 
 
@@ -35,13 +35,13 @@ def ranks(world: int, per_node: int) -> dict[int, str]:
 
 
 def test_nothing_is_lost() -> None:
-    """The newest step is used; each node already has the files it needs, except those that all ranks share."""
+    """The newest step is used; each node already has the files it needs, except those that all ranks share. One that has these,
+    too, is not asked."""
     found = place(cluster(8, 2, (10, 20)), ranks(8, 2), after=15)
     assert found is not None
     assert found.copy.step == 20
     assert [f.name for f in found.common] == [name(0, 8, 20)]
-    assert all(f.source == node for node, fetches in found.fetches.items() for f in fetches)
-    assert {f.name for f in found.fetches["n1"]} == {name(2, 8, 20), name(3, 8, 20)}
+    assert found.fetches == {"n1": [], "n2": [], "n3": []}
 
 
 def test_a_lost_node_is_replaced() -> None:
@@ -70,7 +70,7 @@ def test_a_lost_node_and_fewer_ranks() -> None:
 def test_two_neighbours_lost_means_an_older_source() -> None:
     """A shard is lost: the step before is used if it is complete, else none; none either if storage has that step too."""
     nodes = cluster(8, 2, (10, 20))
-    del nodes["n1"].files[20, name(2, 8, 20)], nodes["n2"].files[20, name(2, 8, 20)]  # type: ignore[attr-defined]
+    del nodes["n1"].files[20, name(2, 8, 20)], nodes["n2"].buddy[20, name(2, 8, 20)]  # type: ignore[attr-defined]
     found = place(nodes, ranks(8, 2))
     assert found is not None
     assert found.copy.step == 10

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,12 @@ import xxhash
 from raydist.checkpoint import memory_layout
 from raydist.checkpoint.manifest import FileEntry, Manifest
 from raydist.checkpoint.memory_layout import PEERS, SHARED, Shard, Use
+from raydist.cluster.run import memory_checkpoints
 from raydist.cluster.run.memory_checkpoint_recovery import Fetch
+from raydist.cluster.run.memory_checkpoints import MemoryCheckpoints
 from raydist.cluster.run.memory_store import PIECE_BYTES, MemoryStore, start_actor
 from raydist.cluster.session import open_session, worker_environment
-from raydist.run.directory import step_folder
+from raydist.run.directory import RunDir, step_folder
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +112,8 @@ def test_each_keeps_the_others_two_newest(two: list[tuple[Any, Path]]) -> None:
         assert copied.stat().st_size > PIECE_BYTES
         assert memory_layout.digest(copied) == shard.xxh3
     inventory = ray.get(two[1][0].inventory.remote())
-    assert {name for step, name in inventory.files if step == 3} == set(names)
+    assert {name for step, name in inventory.files if step == 3} == set(names[2:])
+    assert {name for step, name in inventory.buddy if step == 3} == set(names[:2])
     assert [c.step for c in inventory.copies] == [3]
 
 
@@ -158,6 +162,48 @@ def test_a_killed_memory_store_comes_back(two: list[tuple[Any, Path]]) -> None:
     link([v for v, _ in two])
     until(lambda: shards(other, 7) == {name})
     rank.close()
+
+
+def test_a_killed_memory_store_learns_its_ranks_again(
+    node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver tells a memory store its ranks and buddy once, and again after Ray has restarted it."""
+    monkeypatch.setattr(memory_checkpoints, "_LINK_S", 0.1)
+    found = MemoryCheckpoints(RunDir(tmp_path), private=False, note=pytest.fail)
+    found.job({0: node, 1: node})
+    memory_store = found._nodes[node]
+
+    def known() -> tuple[int, set[int]]:
+        try:
+            return ray.get(memory_store.__ray_call__.remote(lambda self: (os.getpid(), {*self._ranks})), timeout=10)  # type: ignore[no-any-return]
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return 0, set()
+
+    until(lambda: known()[1] == {0, 1})
+    pid, _ = known()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: (now := known())[0] not in (0, pid) and now[1] == {0, 1})
+    found.close()
+    until(lambda: not os.path.exists(found.folder))
+
+
+def test_a_node_that_does_not_answer_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray may list it as alive for minutes, and a restart would wait for its answer."""
+    calls = SimpleNamespace(remote=lambda *given: object())
+    store = SimpleNamespace(link=calls, closed=calls)
+    monkeypatch.setattr(memory_checkpoints, "start_actor", lambda folder, node: store)
+    found = MemoryCheckpoints(RunDir(tmp_path), private=True, note=pytest.fail)
+    found._private = False
+    asked: dict[str, tuple[str, Any]] = {}
+    monkeypatch.setattr(found, "_alive", lambda: {"a", "b", "c"})
+    monkeypatch.setattr(found, "_ask", lambda calls, timeout_s: asked.update(calls) or {})
+    monkeypatch.setattr(found, "_leave", lambda nodes: None)
+    found.job({0: "a", 1: "b", 2: "c"})
+    found.job({0: "a", 1: "b"}, gone={"c"})
+    assert {node: (method, given[2:]) for node, (method, given) in asked.items()} == {
+        "a": ("inventory", ([0], 2)),
+        "b": ("inventory", ([1], 2)),
+    }
 
 
 def test_what_killed_runs_left_goes(tmp_path: Path) -> None:

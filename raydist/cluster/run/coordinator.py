@@ -12,31 +12,33 @@ An attempt has the first `size` living agents of its group. It is over when for 
 ended, or the agent is lost: Ray reports its death, or it has sent no beat for `LOST_S`. A lost agent that calls again gets "leave".
 
 A group has up to 10,000 agents, so a message of one agent must not take work in proportion to their number: it wakes no other
-agent's call, and what the reports say of the attempt is kept up to date, not searched again (tests/cluster/test_scale.py).
+agent's call, and what the reports say of the attempt is kept up to date, not searched again (tests/cluster/test_scale.py). Messages
+are what takes longest: a rank that ends by itself gets no order, and the driver gets no reports that the root cause explains.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydist.cluster.run.root_cause import RankError, by_this_clock, is_echo, rank_error
+from raydist.cluster.run.root_cause import RankError, Reports, by_this_clock
 from raydist.diagnosis._hang import RankView, judge
 from raydist.ipc import RENDEZVOUS_SECRET
-from raydist.launch.rendezvous import new_secret
+from raydist.launch.rendezvous import new_secret, rank_variables
 
 CAUSE_S = 2.0
 """How long to wait for the cause when ranks have only reported lost peers. The rank that caused it ends in that time, or hangs."""
 VIEW_S = 8.0
 """How long the agents may take to look at their ranks: 3 s, and the time to write the stacks to storage."""
 _OF_AGENTS = frozenset({"next", "beat", "ended", "late", "seen"})
-_TOGETHER_S = 0.05
-"""How long the answer to some calls waits for the others, once the first is there: an order goes to all agents at once."""
+_ECHO_S, _ECHO_RANK_S = 0.1, 20e-6
+_ECHOES = 50
+"""As long as one of so many ranks reports the loss of a peer in each interval, others probably will; plus the messages' time."""
 BEAT_S = 1.0
 LOST_S = 8.0
 LOST_AFTER_A_FAILURE_S = 4.0
@@ -55,8 +57,14 @@ class _Agent:
     beat: float
     lost: dict[str, Any] | None = None
     """Why it is no longer in the group: the fields of RankError."""
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Wakes its call of `next`: there is a new order, or it is no longer in the group."""
+    waiting: list[asyncio.Event] = field(default_factory=list)
+    """Of its calls of `next`."""
+
+    def wake(self) -> None:
+        """There is a new order, or it is no longer in the group."""
+        for news in self.waiting:
+            news.set()
+        self.waiting.clear()
 
 
 class Coordinator:
@@ -64,7 +72,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
-        """The driver's calls; those of the agents wait for their own `news`."""
+        """The driver's calls; those of the agents wait for news of their own."""
         self._group = self._size = 0
         self._agents: dict[int, _Agent] = {}
         self._order: dict[str, Any] = {"number": 0, "do": "wait"}
@@ -81,7 +89,7 @@ class Coordinator:
         self._group, self._size = group, size
         self._clear({})
         for agent in old.values():
-            agent.news.set()
+            agent.wake()
         await self._command("wait")
 
     async def gathered(self) -> None:
@@ -105,14 +113,13 @@ class Coordinator:
             why = next(agent.lost for agent in self._agents.values() if agent.lost is not None)
             self._report(0, {"lost": {**why, "rank": None, "at": time.time()}, "at": time.time(), "silent_s": 0.0})
             return
-        self._clear(_environments(chosen, self._agents))
+        self._clear(dict(zip(chosen, rank_variables([self._agents[n].offer for n in chosen]), strict=True)))
         first = self._agents[chosen[0]].offer
         meet = {"MASTER_ADDR": first["host"], "MASTER_PORT": str(first["port"]), RENDEZVOUS_SECRET: new_secret()}
-        await self._command("train", attempt=attempt, job=dict(job), env=meet)
+        await self._command("train", attempt=attempt, job=json.dumps(job), env=meet)
 
     async def result(self, attempt: int) -> dict[int, dict[str, Any]]:
-        """Returns every rank's report when the attempt is over. The first failure ends it for all ranks, as soon as the cause is
-        known.
+        """Returns the reports when the attempt is over. The first failure ends it for all ranks, as soon as the cause is known.
 
         A rank that hangs ends it too: that rank's report then has `hung`.
         """
@@ -122,28 +129,37 @@ class Coordinator:
             hung: dict[int, dict[str, Any]] = {}
             while not hung:
                 self._late = False
-                await self._until(lambda: self._over() or self._failed or self._late)
-                if self._over() or self._failed:
+                await self._until(lambda: self._over() or self._reports.failed or self._late)
+                if self._over() or self._reports.failed:
                     break
                 hung = await self._look(attempt)
             if not self._over():
                 if not hung:
-                    await self._until(lambda: self._over() or self._cause_known, CAUSE_S)
-                    if self._raised:
+                    await self._until(lambda: self._over() or self._reports.cause_known, CAUSE_S)
+                    if self._reports.raised:
                         # Rank 0 may have raised as well, and may still be sending its last records.
-                        await self._until(lambda: 0 in self._reports, CAUSE_S)
+                        await self._until(lambda: 0 in self._reports.ended, CAUSE_S)
+                    await self._echoes()
                 await self._kill()
                 await self._until(self._over)
         finally:
             watch.cancel()
         if hung:  # the other ranks were killed: their reports are no cause
-            return {rank: report for rank, report in self._reports.items() if "outcome" in report} | hung
-        return self._reports
+            return {rank: report for rank, report in self._reports.kept.items() if "outcome" in report} | hung
+        return self._reports.kept
 
     async def cancel(self) -> None:
         """Kills the ranks of the present attempt, and no agent. Does nothing if it is over."""
         if not self._over():
             await self._kill()
+
+    async def _echoes(self) -> None:
+        """Waits as long as ranks report the loss of a peer: they need no order to be killed. Few ranks are not worth the time."""
+        some = len(self._ranks) // _ECHOES
+        before = -some
+        while some and not self._over() and len(self._reports.ended) >= before + some:
+            before = len(self._reports.ended)
+            await self._until(self._over, _ECHO_S + _ECHO_RANK_S * len(self._ranks))
 
     async def _kill(self) -> None:
         """First waits until every agent has its order to train: an agent receives only the newest order."""
@@ -156,8 +172,8 @@ class Coordinator:
         """Asks all agents for a view of their ranks. The report of the rank to blame, if there is one."""
         self._views = {}
         await self._command("look", attempt=attempt)
-        await self._until(lambda: self._failed or len(self._views) == len(self._ranks), VIEW_S)
-        if self._failed or not self._views:
+        await self._until(lambda: self._reports.failed or len(self._views) == len(self._ranks), VIEW_S)
+        if self._reports.failed or not self._views:
             return {}
         verdict = judge({rank: RankView(**view) for rank, view in self._views.items()})
         if verdict.rank is None:
@@ -166,8 +182,8 @@ class Coordinator:
         return {verdict.rank: {"hung": verdict.why, "sides": verdict.sides, "at": time.time(), "silent_s": silent}}
 
     async def reports(self) -> dict[int, dict[str, Any]]:
-        """The reports of the present attempt so far."""
-        return self._reports
+        """The reports of the present attempt so far: see `Reports.kept`."""
+        return self._reports.kept
 
     async def nodes(self) -> list[tuple[str, bool]]:
         """(node id, whether it lives) of each agent of the group, without the retired ones."""
@@ -185,7 +201,7 @@ class Coordinator:
             if agent.offer["node"] in gone and agent.lost is None:
                 error = RankError(None, "Retired", "its node is no longer used", kind="node_died")
                 agent.lost = _plain(error)
-                agent.news.set()
+                agent.wake()
         self._notify()
 
     async def leave(self) -> None:
@@ -198,24 +214,7 @@ class Coordinator:
         """The first order after number `seen`. Its `do` is wait, train, kill, look or leave. "train" has the rank's environment,
         `env`; an agent without a rank in the attempt gets "wait".
         """
-        if group == self._group:
-            known = self._agents.setdefault(agent, _Agent(offer, 0.0))
-            known.offer, known.beat = offer, time.monotonic()
-            self._notify()
-            while self._ours(group, agent) and self._order["number"] <= seen:
-                known.news.clear()
-                await known.news.wait()
-        if not self._ours(group, agent):
-            return {"number": seen, "do": "leave"}
-        if self._order["do"] not in ("train", "kill", "look"):
-            return self._order
-        if agent not in self._ranks:
-            return {"number": self._order["number"], "do": "wait"}
-        if self._order["do"] == "train":
-            self._without_order.discard(agent)
-            self._notify()
-            return {**self._order, "env": {**self._order["env"], **self._ranks[agent]}}
-        return self._order
+        return (await self._orders({0: (group, agent, seen, offer)}, wait=True))[0]
 
     async def beat(self, group: int, agent: int) -> bool:
         """A sign of life. Returns whether the agent still belongs to the group."""
@@ -229,21 +228,13 @@ class Coordinator:
 
     async def many(self, calls: Sequence[Sequence[Any]]) -> dict[int, Any]:
         """Calls of the agents of one node, [method, arguments ...]. Returns the answers of those that are done, by their place,
-        soon after the first one is; the others are to be made again.
+        once there is one; the others are to be made again.
         """
         assert all(method in _OF_AGENTS for method, *_ in calls), calls
-        answers, waiting = {}, {}
-        for place, (method, *given) in enumerate(calls):
-            if method == "next":
-                waiting[place] = asyncio.create_task(self.next(*given))
-            else:
-                answers[place] = await getattr(self, method)(*given)  # which does not wait
-        if waiting and not answers:
-            await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait(waiting.values(), timeout=_TOGETHER_S)
-        for task in waiting.values():
-            task.cancel()
-        return answers | {place: task.result() for place, task in waiting.items() if task.done()}
+        others = {place: call for place, call in enumerate(calls) if call[0] != "next"}
+        answers = {place: await getattr(self, method)(*given) for place, (method, *given) in others.items()}
+        asked = {place: given for place, (method, *given) in enumerate(calls) if method == "next"}
+        return answers | await self._orders(asked, wait=not answers)
 
     async def ended(self, group: int, rank: int, attempt: int, report: dict[str, Any]) -> None:
         """How a rank's process ended. `report` has `outcome`, `error` (the fields of RankFailed) or `died` (pid, node_ip, how,
@@ -277,6 +268,46 @@ class Coordinator:
 
     # --- inside
 
+    async def _orders(self, asked: Mapping[int, Sequence[Any]], wait: bool) -> dict[int, dict[str, Any]]:
+        """The answers to those calls of `next` that have one; `wait`: when there is one."""
+        for group, agent, _, offer in asked.values():
+            if group == self._group:
+                known = self._agents.setdefault(agent, _Agent(offer, 0.0))
+                known.offer, known.beat = offer, time.monotonic()
+        self._notify()
+        orders: dict[int, dict[str, Any]] = {}
+        while asked:
+            orders = {
+                place: order
+                for place, (group, agent, seen, _) in asked.items()
+                if (order := self._new_order(group, agent, seen)) is not None
+            }
+            if orders or not wait:
+                break
+            news = asyncio.Event()
+            for _, agent, *_ in asked.values():
+                self._agents[agent].waiting.append(news)
+            await news.wait()
+        self._notify()
+        return orders
+
+    def _new_order(self, group: int, agent: int, seen: int) -> dict[str, Any] | None:
+        """The answer to a call of `next`; None: not yet."""
+        if not self._ours(group, agent):
+            return {"number": seen, "do": "leave"}
+        order = self._order
+        if order["number"] <= seen:
+            return None
+        if order["do"] not in ("train", "kill", "look"):
+            return order
+        if agent not in self._ranks:
+            return {"number": order["number"], "do": "wait"}
+        if order["do"] == "train":
+            self._without_order.discard(agent)
+            return {**order, "env": {**order["env"], **self._ranks[agent]}}
+        over = order["do"] == "kill" and int(self._ranks[agent]["RANK"]) in self._reports.ended
+        return None if over else order
+
     def _ours(self, group: int, agent: int) -> bool:
         return group == self._group and (agent not in self._agents or self._agents[agent].lost is None)
 
@@ -288,31 +319,19 @@ class Coordinator:
         self._ranks = ranks
         """Agent -> the environment of its rank in the present attempt, with the variables of torchrun."""
         self._agent_of = {int(env["RANK"]): number for number, env in ranks.items()}
-        self._reports: dict[int, dict[str, Any]] = {}
-        self._failed = False
-        """Whether a rank has failed; `_cause_known`: not only by losing a peer; `_raised`: so, and with an exception."""
-        self._cause_known = self._raised = False
+        self._reports = Reports()
         self._without_order = set(ranks)
         """Agents that have neither received the order to train nor reported."""
 
     def _report(self, rank: int, report: dict[str, Any]) -> None:
-        """The first report of a rank counts."""
-        if rank in self._reports:
-            return
-        self._reports[rank] = report
+        self._reports.add(rank, report)
         self._without_order.discard(self._agent_of.get(rank, -1))
-        error = rank_error(rank, report)
-        if error is not None:
-            own = not is_echo(error)
-            self._failed = True
-            self._cause_known |= own
-            self._raised |= own and "error" in report
 
     def _lose(self, number: int, error: dict[str, Any]) -> None:
         """Marks that agent as lost, and its rank, if it has one, as failed."""
         agent = self._agents.setdefault(number, _Agent({"node": ""}, time.monotonic()))
         agent.lost = agent.lost or error
-        agent.news.set()
+        agent.wake()
         if number in self._ranks:
             rank, at = int(self._ranks[number]["RANK"]), time.time()
             report = {"lost": {**error, "rank": rank, "at": at}, "node": agent.offer["node"], "at": at}
@@ -327,7 +346,7 @@ class Coordinator:
             await asyncio.sleep(BEAT_S / 2)
             now = time.monotonic()
             missed, looked = max(now - looked - BEAT_S, 0.0), now
-            limit = LOST_AFTER_A_FAILURE_S if self._failed else LOST_S
+            limit = LOST_AFTER_A_FAILURE_S if self._reports.failed else LOST_S
             living = [(number, agent) for number in self._ranks if (agent := self._agents[number]).lost is None]
             for _, agent in living:
                 agent.beat += missed
@@ -341,12 +360,12 @@ class Coordinator:
             self._notify()
 
     def _over(self) -> bool:
-        return len(self._reports) >= len(self._ranks)
+        return len(self._reports.ended) >= len(self._ranks)
 
     async def _command(self, do: str, **what: Any) -> None:
         self._order = {"number": self._order["number"] + 1, "do": do, **what}
         for agent in self._agents.values():
-            agent.news.set()
+            agent.wake()
         self._notify()
 
     def _notify(self) -> None:
@@ -363,25 +382,6 @@ class Coordinator:
                     woken = asyncio.get_running_loop().create_future()
                     self._waiting.append(woken)
                     await woken
-
-
-def _environments(chosen: list[int], agents: Mapping[int, _Agent]) -> dict[int, dict[str, str]]:
-    """Agent -> environment of its rank. LOCAL_RANK is the agent's own: it numbers the devices that Ray gave to the node's
-    workers.
-    """
-    there = [agents[number].offer["node"] for number in chosen]
-    count = Counter(there)
-    nodes = {node: at for at, node in enumerate(count)}
-    return {
-        number: {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(chosen)),
-            "LOCAL_RANK": str(agents[number].offer["local_rank"]),
-            "LOCAL_WORLD_SIZE": str(count[there[rank]]),
-            "NODE_RANK": str(nodes[there[rank]]),
-        }
-        for rank, number in enumerate(chosen)
-    }
 
 
 def _plain(error: RankError) -> dict[str, Any]:

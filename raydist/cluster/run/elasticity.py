@@ -133,6 +133,11 @@ class Elasticity:
         avoid = {*self._unfit, *([without] if without else [])}
         return self._parallel.whole(nodes.room(nodes.look(), self._kind.each, ours, avoid, self._parallel.together))
 
+    @property
+    def gone(self) -> set[str]:
+        """Nodes that were lost and have not answered since."""
+        return {*self._avoid}
+
     def lost(self, gone: Iterable[str]) -> None:
         """These nodes do not answer."""
         self._avoid |= dict.fromkeys(gone, time.monotonic())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from raydist.checkpoint.memory_layout import Shard, peers_of
 
@@ -31,12 +32,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The files in one node's memory, of its own ranks and of the node whose buddy it is: (step, file) -> bytes; and their
-    manifests.
+    """The files in one node's memory: (step, file) -> bytes; and their manifests. `files`: those that its ranks can read; `buddy`:
+    others, which it keeps for the node whose buddy it is.
     """
 
     files: Mapping[tuple[int, str], int] = field(default_factory=dict)
     copies: Sequence[Copy] = ()
+    buddy: Mapping[tuple[int, str], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Fetch:
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Resume from `copy`: every node in `fetches` needs its own list and all of `common`, without the files that it has already.
+    Nodes that have all are not in it.
 
     Rank 0's node also needs the manifest, from node `manifest_from`.
     """
@@ -91,7 +94,7 @@ def _placed(
 ) -> Placement | None:
     holders: dict[str, list[str]] = {}
     for node, inventory in nodes.items():
-        for (step, name), nbytes in inventory.files.items():
+        for (step, name), nbytes in chain(inventory.files.items(), inventory.buddy.items()):
             if step == copy.step and copy.files.get(name) == nbytes:
                 holders.setdefault(name, []).append(node)
     if len(holders) < len(copy.files):
@@ -111,10 +114,19 @@ def _placed(
             own.setdefault(shard.rank, []).append(name)
     peers = peers_of(copy.peers)
     fetches: dict[str, list[Fetch]] = {}
+    nothing = Inventory()
+
+    def there(node: str, name: str) -> bool:
+        return nodes.get(node, nothing).files.get((copy.step, name)) == copy.files[name]
+
     for rank, node in sorted(ranks.items()):
-        mine = fetches.setdefault(node, [])
         for peer in sorted(peers.get(rank, {rank})):
             for name in own.get(peer, ()):
-                # From the node's own memory if the file is there, of its own ranks or kept as a buddy.
-                mine.append(Fetch(name, copy.files[name], node) if node in holders[name] else fetch(name))
+                if not there(node, name):
+                    # From the node's own memory if it keeps the file as a buddy.
+                    one = Fetch(name, copy.files[name], node) if node in holders[name] else fetch(name)
+                    fetches.setdefault(node, []).append(one)
+    for node in set(ranks.values()):
+        if not all(there(node, name) for name in common):
+            fetches.setdefault(node, [])
     return Placement(copy, manifest_from, [fetch(name) for name in sorted(common)], fetches)

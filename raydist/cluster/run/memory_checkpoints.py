@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raydist.checkpoint import memory_layout
@@ -23,6 +23,8 @@ from raydist.run.directory import RunDir
 _ASK_S = 5.0
 _FETCH_S = 60.0
 _LINK_S = 5.0
+_Link = tuple[Any, Sequence[int], int]
+"""Of a node's memory store: its buddy, or None, its node's ranks, and the world size."""
 _USES = 2
 """Attempts that may resume from one snapshot without making a newer one; the next one resumes from storage."""
 
@@ -37,22 +39,28 @@ class MemoryCheckpoints:
         self._run, self._private, self._note = run, private, note
         self.folder = memory_layout.new_folder()
         self._nodes: dict[str, Any] = {}
-        self._links: dict[str, tuple[Any, Any, list[int], int]] = {}
+        self._links: dict[str, _Link] = {}
+        self._told: dict[str, _Link] = {}
+        """The newest link that each memory store has been told."""
+        self._running: dict[Any, str] = {}
+        """Of each memory store its call of `closed`, which fails when the store's process is killed -> its node."""
         self._used: dict[int, int] = {}
         self._ended = threading.Event()
         self._lock = threading.Lock()
         if not private:
             threading.Thread(target=self._relink, name="raydist-memory-links", daemon=True).start()
 
-    def job(self, ranks: Mapping[int, str]) -> dict[str, Any]:
+    def job(self, ranks: Mapping[int, str], gone: Collection[str] = ()) -> dict[str, Any]:
         """The `memory_store` of every rank's job. Returns when the files that the ranks need are on their nodes. `ranks`: rank
-        -> node id.
+        -> node id. `gone`: nodes that do not answer, of which Ray may not know yet: they are not asked.
         """
         job: dict[str, Any] = {"folder": self.folder, "step": None, "manifest": None}
         try:
             fresh = self._start(ranks)
-            if fresh != set(self._nodes):
-                job |= self._chosen(ranks)
+            if fresh == set(self._nodes):
+                self._link()
+            else:
+                job |= self._chosen(ranks, gone)
             self._leave(set(ranks.values()))
         except Exception as error:
             self._note(f"the run does not resume from a copy in memory: {type(error).__name__}: {error}")
@@ -63,7 +71,7 @@ class MemoryCheckpoints:
         self._ended.set()
         with self._lock:
             nodes, self._nodes = self._nodes, {}
-            self._links = {}  # the thread calls Ray no more
+            self._links, self._running = {}, {}  # the thread calls Ray no more
         if self._private:
             for memory_store in nodes.values():
                 memory_store.close()
@@ -80,9 +88,7 @@ class MemoryCheckpoints:
     # --- inside
 
     def _start(self, ranks: Mapping[int, str]) -> set[str]:
-        """Starts a MemoryStore on each node that has ranks, and makes each node the buddy of the one before. The nodes with a
-        new one.
-        """
+        """Starts a MemoryStore on each node that has ranks. The nodes with a new one. Each node is the buddy of the one before."""
         fresh = set(ranks.values()) - set(self._nodes)
         for node in fresh:
             self._nodes[node] = MemoryStore(self.folder) if self._private else start_actor(self.folder, node)
@@ -94,27 +100,54 @@ class MemoryCheckpoints:
             self._links = {}
             for node, after in zip(ring, [*ring[1:], *ring[:1]], strict=True):
                 buddy = self._nodes[after] if after != node else None
-                self._links[node] = (self._nodes[node], buddy, ours[node], len(ranks))
-        self._link()
+                self._links[node] = (buddy, ours[node], len(ranks))
+            if not self._private:
+                self._running |= {self._nodes[node].closed.remote(): node for node in fresh}
         return fresh
 
     def _link(self) -> None:
+        """Tells each memory store its buddy and ranks, if they are not what it knows."""
         with self._lock:
-            for memory_store, *rest in self._links.values():
-                if self._private:
-                    memory_store.link(None, *rest)
-                else:
-                    memory_store.link.remote(memory_store, *rest)
+            for node in self._links:
+                if link := self._news(node):
+                    if self._private:
+                        self._nodes[node].link(*link)
+                    else:
+                        self._nodes[node].link.remote(*link)
+
+    def _news(self, node: str) -> tuple[Any, ...]:
+        """What `link` is to tell that node's memory store; () if it knows. With the lock."""
+        link = self._links.get(node)
+        if link is None or self._told.get(node) == link:
+            return ()
+        self._told[node] = link
+        return (None if self._private else self._nodes[node], *link)
 
     def _relink(self) -> None:
-        """Repeats the links: Ray restarts a MemoryStore that was killed, which then does not know its buddy."""
+        """Ray restarts a MemoryStore that was killed, which then does not know its buddy."""
         while not self._ended.wait(_LINK_S):
             with contextlib.suppress(Exception):
+                self._restarted()
                 self._link()
 
-    def _chosen(self, ranks: Mapping[int, str]) -> dict[str, Any]:
+    def _restarted(self) -> None:
+        """Forgets what was told to memory stores that were killed."""
+        import ray
+
+        with self._lock:
+            if not self._running:
+                return
+            for call in ray.wait(list(self._running), num_returns=len(self._running), timeout=0, fetch_local=False)[0]:
+                node = self._running.pop(call)
+                if node in self._nodes:
+                    self._told.pop(node, None)
+                    self._running[self._nodes[node].closed.remote()] = node
+
+    def _chosen(self, ranks: Mapping[int, str], gone: Collection[str]) -> dict[str, Any]:
         committed, lineage = self._run.newest_step(), self._run.lineage()
-        inventories = self._ask({node: ("inventory", ()) for node in self._alive()}, _ASK_S)
+        with self._lock:  # one message tells the links, too
+            calls = {node: ("inventory", self._news(node)) for node in self._alive().difference(gone)}
+        inventories = self._ask(calls, _ASK_S)
         found = place(
             inventories,
             ranks,
@@ -141,7 +174,7 @@ class MemoryCheckpoints:
         # Once for all nodes: with a replicated state it names the shards of all ranks, and the memory stores of all nodes.
         common = ray.put((found.common, self._sources(found.common)))
         calls = {}
-        for node, own in found.fetches.items():
+        for node, own in {first: (), **found.fetches}.items():
             wanted = [*own, Fetch(found.copy.manifest, 0, found.manifest_from)] if node == first else own
             calls[node] = ("fetch", (found.copy.step, wanted, self._sources(wanted), common))
         answers = self._ask(calls, _FETCH_S)
@@ -153,7 +186,12 @@ class MemoryCheckpoints:
 
     def _leave(self, nodes: set[str]) -> None:
         """Ends the MemoryStores of nodes without ranks: the files that were needed have been fetched."""
-        left = [self._nodes.pop(node) for node in self._nodes.keys() - nodes]
+        gone = self._nodes.keys() - nodes
+        with self._lock:
+            left = [self._nodes.pop(node) for node in gone]
+            for node in gone:
+                self._told.pop(node, None)
+            self._running = {call: node for call, node in self._running.items() if node not in gone}
         if left:
             import ray
 
@@ -176,7 +214,10 @@ class MemoryCheckpoints:
         answers = {}
         if refs:
             done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
-            for ref in done:
-                with contextlib.suppress(RayError):
-                    answers[refs[ref]] = ray.get(ref)
+            try:
+                return {refs[ref]: answer for ref, answer in zip(done, ray.get(done), strict=True)}
+            except RayError:
+                for ref in done:
+                    with contextlib.suppress(RayError):
+                        answers[refs[ref]] = ray.get(ref)
         return answers

@@ -65,7 +65,7 @@ class MemoryStore:
         self._buddy: Any = None
         self._ranks: frozenset[int] = frozenset()
         self._world_size = 0
-        self._closed = False
+        self._closed = threading.Event()
         self._read: dict[tuple[int, int], set[str]] = {}
         """(step, attempt) -> shards of its ranks that were read to their end; the newest two."""
         self._reading = threading.Lock()
@@ -75,6 +75,10 @@ class MemoryStore:
         self._bell.bind(str(self._folder / BELL))
         for what in (self._receive, self._copy):
             threading.Thread(target=what, name="raydist-memory", daemon=True).start()
+
+    def closed(self) -> None:
+        """Returns when it is closed: a call that fails earlier says that the process was killed."""
+        self._closed.wait()
 
     def link(self, me: Any, buddy: Any, ranks: Sequence[int], world_size: int) -> None:
         """`me`: its own handle. `buddy`: the MemoryStore that copies its files (None: no other node). `ranks`: its node's, of
@@ -90,17 +94,21 @@ class MemoryStore:
             for path in sorted(self._all(CHECKPOINTS)):
                 self._offer(_step(path), path.name, None)
 
-    def inventory(self) -> Inventory:
-        """The files in this node's memory."""
+    def inventory(self, *link: Any) -> Inventory:
+        """The files in this node's memory. `link`: as for `link`, which it calls first; without: as before."""
+        if link:
+            self.link(*link)
         files: dict[tuple[int, str], int] = {}
+        buddy: dict[tuple[int, str], int] = {}
         copies = []
-        for path in [*self._all(CHECKPOINTS), *self._all(f"{BUDDY}/{CHECKPOINTS}")]:
-            with contextlib.suppress(OSError, ValueError):  # overwritten meanwhile, or damaged
-                if Shard.parse(path.name):
-                    files.setdefault((_step(path), path.name), path.stat().st_size)
-                elif manifest_attempt(path.name) is not None:
-                    copies.append(_copy_of(path.name, Manifest.loads(path.read_bytes())))
-        return Inventory(files, copies)
+        for folder, found in ((CHECKPOINTS, files), (f"{BUDDY}/{CHECKPOINTS}", buddy)):
+            for path in self._all(folder):
+                with contextlib.suppress(OSError, ValueError):  # overwritten meanwhile, or damaged
+                    if Shard.parse(path.name):
+                        found[_step(path), path.name] = path.stat().st_size
+                    elif manifest_attempt(path.name) is not None:
+                        copies.append(_copy_of(path.name, Manifest.loads(path.read_bytes())))
+        return Inventory(files, copies, {file: size for file, size in buddy.items() if file not in files})
 
     def read(self, step: int, name: str, start: int) -> bytes:
         """At most PIECE_BYTES of a file, from byte `start`. Raises FileNotFoundError."""
@@ -149,7 +157,7 @@ class MemoryStore:
 
     def close(self) -> None:
         """Removes the folder. If a rank still uses it, the cleaner removes it when that rank has ended."""
-        self._closed = True
+        self._closed.set()
         memory_layout.ring(self._folder)
         self._wanted.put(None)
         self._use.close()
@@ -168,9 +176,9 @@ class MemoryStore:
 
     def _receive(self) -> None:
         with self._bell:
-            while not self._closed:
+            while not self._closed.is_set():
                 written = json.loads(self._bell.recv(1 << 16) or b"{}")
-                if written and not self._closed:
+                if written and not self._closed.is_set():
                     self._offer(written["step"], written["name"], written["kept"])
                     if written["kept"] == written["step"]:
                         self._prune(written["step"])
@@ -271,5 +279,5 @@ def start_actor(folder: str, node: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    actor = ray.remote(MemoryStore).options(num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=there)
+    actor = ray.remote(MemoryStore).options(num_cpus=0, max_restarts=-1, max_concurrency=9, scheduling_strategy=there)
     return actor.remote(folder)

@@ -106,7 +106,9 @@ class RestartLoop:
                     workers = self._elasticity.workers
                     self._monitor.begin_attempt(number, workers, run.newest_step())
                     places = group.places(workers, self._elasticity.look)
-                    snapshot = memory_checkpoints.job(places) if memory_checkpoints and places else None
+                    snapshot = (
+                        memory_checkpoints.job(places, self._elasticity.gone) if memory_checkpoints and places else None
+                    )
                     if node_monitors and places:
                         node_monitors.watch(places.values())
                     resumed = max(run.newest_step(), snapshot["step"] or 0 if snapshot else 0)

@@ -5,6 +5,7 @@ Runs anywhere. Pure: no ray, no torch, no clock, no I/O; tested as a table.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,48 @@ def rank_error(rank: int, report: Mapping[str, Any]) -> RankError | None:
         return RankError(rank, "OutOfMemory", died["starved"], at=report["at"], kind="out_of_memory")
     message = f"process {died['pid']} on {died['node_ip']} exited without reporting an error ({died['how']})"
     return RankError(rank, "WorkerDied", message, at=report["at"], kind="worker_died")
+
+
+class Reports:
+    """How the ranks of one attempt have ended.
+
+    `ended`: these ranks. `kept`: rank -> report, without those that cannot be the root cause: of the ranks that lost a peer, and of
+    those whose process died, which may be thousands that were killed for it, only the first one's, with their number as `ranks`.
+    `failed`: whether a rank has failed; `cause_known`: not only by losing a peer; `raised`: so, and with an exception.
+    """
+
+    def __init__(self) -> None:
+        self.ended: set[int] = set()
+        self.kept: dict[int, dict[str, Any]] = {}
+        self.failed = self.cause_known = self.raised = False
+        self._first: dict[str, tuple[float, int]] = {}
+        """Of each such kind the first rank: when, and which."""
+
+    def add(self, rank: int, report: dict[str, Any]) -> None:
+        """The first report of a rank counts."""
+        if rank in self.ended:
+            return
+        self.ended.add(rank)
+        error = rank_error(rank, report)
+        if error is None:
+            self.kept[rank] = report
+            return
+        echo = is_echo(error)
+        self.failed = True
+        self.cause_known |= not echo
+        self.raised |= not echo and "error" in report
+        if not echo and "died" not in report:
+            self.kept[rank] = report
+            return
+        kind = "echo" if echo else error.kind
+        this = (math.inf if error.at is None else error.at), rank
+        ranks = 1
+        if (first := self._first.get(kind)) is not None:
+            before = self.kept.pop(first[1])
+            ranks += before["ranks"]
+            if first < this:
+                this, report = first, before
+        self._first[kind], self.kept[this[1]] = this, {**report, "ranks": ranks}
 
 
 def by_this_clock(report: Mapping[str, Any], now: float) -> dict[str, Any]:

@@ -219,7 +219,12 @@ def _of_node(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cause(reports: Mapping[int, Mapping[str, Any]], but_echoes: bool = False) -> Failure | None:
     """The root cause of the ranks' reports; None if none failed. `but_echoes`: without errors that follow from a lost peer."""
-    errors = [error for rank, report in sorted(reports.items()) if (error := rank_error(rank, report)) is not None]
+    found = [
+        (error, report) for rank, report in sorted(reports.items()) if (error := rank_error(rank, report)) is not None
+    ]
     if but_echoes:
-        errors = [error for error in errors if not is_echo(error)]
-    return root_cause(errors) if errors else None
+        found = [(error, report) for error, report in found if not is_echo(error)]
+    if not found:
+        return None
+    ranks = sum(report.get("ranks", 1) for _, report in found)
+    return replace(root_cause([error for error, _ in found]), echoes=ranks - 1)
