@@ -1,6 +1,6 @@
 """Faults of a whole node, on a cluster of three hosts: the driver is on the first, the ranks of a pipeline are on the two others.
 
-Over a minute: a cluster whose processes start as on a user's, and two runs of sixty steps.
+Over a minute: a cluster whose processes start as on a user's, and two runs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import pytest
 from raydist.faults import Drain, FullSharedMemory, KillNode
 from tests import forked
 from tests.exact import exact
-from tests.faults.conftest import LONG, STEPS, write
+from tests.faults.conftest import GPT, write
 from tests.hosts import WATCHFUL, Cluster, Host, Hosts
 from tests.processes import command_line, runs
 
+STEPS = 24
 # With tied weights a pipeline sums the norm in another order.
-JOB = [*LONG, "--set", "model.layers=2", "--set", "model.tie_embeddings=false"]
+FIELDS = [f"train.steps={STEPS}", "train.virtual_ranks=4", "model.layers=2", "model.tie_embeddings=false"]
+JOB = [*GPT, *(word for field in FIELDS for word in ("--set", field))]
 MESH = ["--set", "cluster.workers=4", "--set", "cluster.cpus_per_worker=1", "--set", "parallel.pipeline=2"]
 
 

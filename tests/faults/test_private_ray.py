@@ -65,7 +65,7 @@ class Trained:
         """Waits for it while the run goes on."""
         while not true():
             assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.05)
+            time.sleep(0.2)  # each look at the processes takes milliseconds
 
     def pid(self, name: str) -> int:
         """Of a central process."""
@@ -97,7 +97,7 @@ def test_killed(project: Any, name: Any) -> None:
     run = Trained(project, f"killed-{name.lower()}", *write(project, f"killed-{name.lower()}", [fault]))
     while run.process.poll() is None:
         run.look()
-        time.sleep(0.05)  # the fault may come at any time
+        time.sleep(0.2)  # the fault may come at any time
     pid, before = run.central[name], 40
     code, err = run.ended()
     assert code == 3

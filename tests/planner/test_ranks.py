@@ -177,14 +177,15 @@ def on_mesh(
     precision: str = "fp32",
     checkpoint: str = "none",
     model: str = "gpt",
-    layers: int = 4,
+    layers: int | None = None,
     **mesh: int,
 ) -> JobSpec:
-    """Micro-batches of 2 sequences for each replica of a mesh."""
+    """Micro-batches of 2 sequences for each replica of a mesh. `layers`: four in a pipeline, else two, because all blocks are
+    alike; with four the plan is of two and of three, and one kind of each mesh has as many."""
     replicas = world // (mesh.get("tensor", 1) * mesh.get("pipeline", 1) * mesh.get("context", 1))
     train = {"global_batch": 2 * micro_batches * replicas, "micro_batch": 2, "checkpoint_activations": checkpoint}
     return job(
-        model={**SMALL, "layers": layers, "name": model, "tie_embeddings": False},
+        model={**SMALL, "layers": layers or (4 if "pipeline" in mesh else 2), "name": model, "tie_embeddings": False},
         train=train,
         cluster={"workers": world},
         precision=precision,
@@ -193,10 +194,10 @@ def on_mesh(
 
 
 MESHES = {
-    **{name: on_mesh(name, 2) for name in strategies()},
+    **{name: on_mesh(name, 2, layers=4) for name in strategies()},
     # Three ranks divide no shape.
     **{f"{name} of 3": on_mesh(name, 3) for name in ("zero1", "zero3")},
-    "tensor 2": on_mesh("ddp", 2, precision="bf16", checkpoint="full", tensor=2),
+    "tensor 2": on_mesh("ddp", 2, precision="bf16", checkpoint="full", layers=4, tensor=2),
     "tensor 4": on_mesh("ddp", 4, tensor=4),
     **{f"{name}, tensor 2": on_mesh(name, 4, precision="bf16", tensor=2) for name in ("zero2", "zero3")},
     "pipeline 2": on_mesh("ddp", 2, 6, precision="bf16", pipeline=2),
@@ -204,13 +205,11 @@ MESHES = {
     "pipeline 4": on_mesh("ddp", 4, 6, pipeline=4),
     "pipeline 2, tensor 2": on_mesh("ddp", 4, 4, precision="bf16", checkpoint="selective", pipeline=2, tensor=2),
     **{f"{name}, pipeline 2": on_mesh(name, 4, 4, pipeline=2) for name in strategies()},
-    **{
-        f"{name}, expert 2": on_mesh(name, 4, model="mixtral", layers=2, expert=2) for name in ("ddp", "zero2", "zero3")
-    },
+    **{f"{name}, expert 2": on_mesh(name, 4, model="mixtral", expert=2) for name in ("ddp", "zero2", "zero3")},
     "context 2": on_mesh("zero2", 2, context=2),
-    "context 2, full": on_mesh("ddp", 2, precision="bf16", checkpoint="full", context=2),
+    "context 2, full": on_mesh("ddp", 2, precision="bf16", checkpoint="full", layers=4, context=2),
     "zero3, context 2": on_mesh("zero3", 4, context=2),
-    "tensor 2, expert 4": on_mesh("zero1", 4, model="mixtral", layers=2, tensor=2, expert=4),
+    "tensor 2, expert 4": on_mesh("zero1", 4, model="mixtral", tensor=2, expert=4),
 }
 
 
