@@ -92,8 +92,7 @@ def passes(
 def _passes(
     spec: JobSpec, rank: Rank, bucket_mb: float | None, build: Callable[[], nn.Module], example: Example
 ) -> Passes:
-    parallel = spec.parallel.model_copy(update={"bucket_mb": bucket_mb})
-    strategy = Strategy(spec.model_copy(update={"parallel": parallel}), Mesh(rank))
+    strategy = Strategy(spec.with_fields({"parallel.bucket_mb": bucket_mb}), Mesh(rank))
     model = build()
     strategy.wrap(model, example)
     model_transforms.prepare(model, spec.train)
