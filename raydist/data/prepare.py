@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -181,7 +182,7 @@ def _make_all(
         progress(Progress("tokens", read, plan.bytes, *totals))
 
     report()
-    for made in _chain(mapped, map(make, own)):
+    for made in chain(mapped, map(make, own)):
         done[made.block] = made
         report()
     made_all = [done[b.number] for b in plan.blocks]
@@ -193,11 +194,6 @@ def _make_all(
             f"source {', '.join(plan.names)} is empty: it has no documents", "give sources with text in them"
         )
     return made_all, tokenizer
-
-
-def _chain(*iterables: Iterable[Made]) -> Iterator[Made]:
-    for iterable in iterables:
-        yield from iterable
 
 
 def _journal(storage: Storage, job: Job, blocks: Sequence[Block]) -> dict[int, Made]:
