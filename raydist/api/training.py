@@ -162,29 +162,26 @@ def supervise(
     pages = beside(run, starting.note) if dashboard else contextlib.nullcontext()
     if not dashboard and (page := link(run)) is not None:
         starting.note(f"raydist: its live page: {page}")
-    from raydist.cluster.place import where
+    from raydist.cluster.place import session_of, where
 
     place = where(address)
     starting.stage("ray", None if place == "local" else "connecting to Ray")
     from raydist.cluster import preflight
-    from raydist.cluster.run.request import Request, raise_if_stopped, worker_env
+    from raydist.cluster.run.request import Request, raise_if_stopped
     from raydist.cluster.run.supervisor import Supervisor
-    from raydist.cluster.session import open_session
     from raydist.observe.exporters import metrics_port
     from raydist.report.console import Console
     from raydist.spec import stored
 
-    cwd = Path.cwd()
     run.storage.write(SPEC, stored(job).encode())
     with (
         pages,
         run_logs(run) as log_dir,
-        open_session(
+        session_of(
+            job,
             place,
-            env=worker_env(job),
-            log_dir=log_dir,
-            python_path=[str(cwd)] if place == "local" else [],
-            working_dir=cwd if job.own_code() else None,
+            log_dir,
+            own_code=bool(job.own_code()),
             metrics_port=metrics_port(exporters),
             ranks=True,
             wait_s=wait_for_nodes,
