@@ -56,6 +56,7 @@ def train(
         from raydist.checkpoint import hub, source
         from raydist.cluster import preflight
         from raydist.cluster.place import where
+        from raydist.faults import load as load_faults
         from raydist.observe.exporters import resolve
         from raydist.run.lease import DriverLease
         from raydist.spec import load
@@ -68,7 +69,7 @@ def train(
                 f"{source_of(spec)}: model.name: {SESSION}: a script with a loop of its own made this run",
                 "continue it with that script: `raydist run SCRIPT --name NAME`, or torchrun (docs/how-to/own-loop.md)",
             )
-        injected = _faults(faults, job)
+        injected = load_faults(faults, job) if faults is not None else ()
         home = storage or default_storage()
         run = RunDir(Storage(home).at(check_name(name or job.name)))
         if resume and not run.exists():
@@ -139,12 +140,6 @@ def _already(
         return f"run {run.name} is at step {newest.step} already, in {run.uri}"
     base_weights.check_early(job, newest)
     return None
-
-
-def _faults(path: str | Path | None, job: JobSpec) -> tuple[Fault, ...]:
-    from raydist.faults import load
-
-    return load(path, job) if path is not None else ()
 
 
 def supervise(
