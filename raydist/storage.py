@@ -203,10 +203,10 @@ class Storage:
         for folder in made:
             _sync_folder(folder.parent)
 
-    def write(self, name: str, data: bytes, check: Callable[[], object] | None = None) -> None:
+    def write(self, name: str, data: bytes | memoryview, check: Callable[[], object] | None = None) -> None:
         """Writes a small file, atomically. `check`: see `create`."""
         with self.create(name, check) as sink:
-            _put(sink, data)
+            write_whole(sink, data)
 
     def write_new(self, name: str, data: bytes) -> bool:
         """Writes a small file, unless the name exists; returns whether it was written.
@@ -231,7 +231,7 @@ class Storage:
             part = self._part(path)
             try:
                 with open(part, "xb", buffering=0, opener=opener) as file:
-                    _put(file, data)
+                    write_whole(file, data)
                     os.fsync(file.fileno())
                 os.link(part, path)
             finally:
@@ -378,7 +378,7 @@ def append_whole(path: Path, data: bytes, *, sync: bool = False) -> None:
     with open(path, "ab", buffering=0, opener=opener) as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            _put(file, data)
+            write_whole(file, data)
             if sync:
                 os.fsync(file.fileno())
         except OSError:
@@ -386,7 +386,8 @@ def append_whole(path: Path, data: bytes, *, sync: bool = False) -> None:
             raise
 
 
-def _put(sink: Sink, data: bytes) -> None:
+def write_whole(sink: Sink, data: bytes | memoryview) -> None:
+    """Writes all of `data`: a file that is not buffered may take a part of it at a time."""
     rest = memoryview(data)
     while rest:
         rest = rest[sink.write(rest) or len(rest) :]

@@ -26,7 +26,7 @@ from raydist.errors import CheckpointCorrupt, CheckpointNotFound, RaydistError, 
 from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import ATTEMPTS, RunDir, fenced
-from raydist.storage import Storage
+from raydist.storage import Storage, write_whole
 
 T = TypeVar("T")
 
@@ -103,8 +103,7 @@ def _copy_shard(source: RunDir, target: RunDir, name: str, entry: FileEntry) -> 
     with target.storage.create(name) as sink:
         for block in _blocks(source, name):
             hasher.update(block)
-            while block:
-                block = block[sink.write(block) or len(block) :]
+            write_whole(sink, block)
         if hasher.hexdigest() != entry.xxh3:
             raise CheckpointCorrupt(f"{source.uri}/{name}: its bytes are not those that were written")
 

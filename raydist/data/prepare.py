@@ -43,7 +43,7 @@ from raydist.data.shards import JOURNAL, Job, Made
 from raydist.data.sources import Block
 from raydist.errors import DataError, StorageError
 from raydist.redact import redact
-from raydist.storage import NO_FOLDER, Storage
+from raydist.storage import NO_FOLDER, Storage, write_whole
 
 _BPE_SAMPLE = 256 << 20
 _BPE_BLOCKS = 256
@@ -278,10 +278,9 @@ def _joined(storage: Storage, made: Sequence[Made], name: Split) -> SplitIndex:
             raw = storage.read(shards.ends_file(block.block))
             size = 8 * part.documents
             own = np.frombuffer(raw[:size] if name == "train" else raw[len(raw) - size :], dtype="<i8") + before
-            rest = memoryview(own.tobytes())
-            digest.update(rest)
-            while rest:
-                rest = rest[sink.write(rest) or len(rest) :]
+            data = own.tobytes()
+            digest.update(data)
+            write_whole(sink, data)
             before += part.tokens
     ends = Ends(file, 8 * sum(p.documents for p in parts), digest.hexdigest())
     return SplitIndex(
