@@ -186,6 +186,13 @@ class Storage:
         self._make_folder_of(path)
         return path
 
+    def append(self, name: str, data: bytes, *, sync: bool = False) -> None:
+        """Appends to a file of a local folder: see `append_whole`."""
+        try:
+            append_whole(self.appendable(name), data, sync=sync)
+        except OSError as error:
+            raise self._failed("write", name, error) from error
+
     def _make_folder_of(self, path: Path) -> None:
         made = [folder for folder in path.parents if not folder.exists()]
         if self.private and self._existed and self.local in made:
