@@ -87,7 +87,7 @@ def copy(source: RunDir, target: RunDir, step: int, name: str) -> int:
         for file, entry in sorted(found.files.items()):
             if manifest.check_file(target, step, file, entry) is None:
                 continue
-            _copy_shard(source, target, path(step, file), entry)
+            copy_shard(source, target, path(step, file), entry)
             if problem := manifest.check_file(target, step, file, entry):
                 raise StorageError(f"not as it was copied: {problem}")
             copied += entry.bytes
@@ -98,7 +98,8 @@ def copy(source: RunDir, target: RunDir, step: int, name: str) -> int:
     return copied
 
 
-def _copy_shard(source: RunDir, target: RunDir, name: str, entry: FileEntry) -> None:
+def copy_shard(source: RunDir, target: RunDir, name: str, entry: FileEntry) -> None:
+    """Copies a file of a checkpoint, of any size. Raises CheckpointCorrupt if the source's has another hash, StorageError."""
     hasher = xxhash.xxh3_128()
     with target.storage.create(name) as sink:
         for block in _blocks(source, name):
