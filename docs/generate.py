@@ -116,7 +116,7 @@ def cli_reference() -> str:
         "| 2 | the request cannot be carried out; nothing was started |",
         "| 3 | the training stopped; the message has the root cause |",
         "| 70 | an error of raydist itself; the message names a file with its traceback |",
-        "| 130, 143 | interrupted by SIGINT or SIGTERM |",
+        "| 129, 130, 143 | interrupted by SIGHUP (the terminal is gone; ignored under `nohup`), SIGINT or SIGTERM |",
     ]
     return "\n".join(head + commands(typer.main.get_command(app), "raydist")) + "\n"
 

@@ -47,6 +47,9 @@ from typing import ClassVar
 from raydist.printable import printable
 from raydist.redact import redact
 
+SIGNALLED = (129, 130, 143)
+"""Exit codes of a driver that SIGHUP, SIGINT or SIGTERM has ended."""
+
 
 class RaydistError(Exception):
     """The base class. `message` says what and where; `hint` how to fix it (may be empty). Secrets of URIs and control

@@ -33,6 +33,7 @@ LAYERS = [
         "records",
         "errors",
         "redact",
+        "display",
         "printable",
         "private_files",
         "parsing",

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Any, ParamSpec, Protocol, TypeVar
 
-from raydist.errors import RaydistError, TrainingStopped, UsageError, error_from
+from raydist.errors import SIGNALLED, RaydistError, TrainingStopped, UsageError, error_from
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -106,7 +106,7 @@ class Call:
         code = self._process.returncode
         self._message.seek(0)
         result, error = answer(self._message.read())
-        if code in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+        if code in (0, *SIGNALLED):
             return result
         if self._failure is None:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -9,11 +9,13 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from typing import TextIO, cast
 
 import raydist
 from raydist import registry
 from raydist.api import crash
 from raydist.cluster.head_monitor import leave
+from raydist.display import Display
 from raydist.errors import RaydistError, StorageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -36,6 +38,8 @@ def run(
     except FileNotFoundError:
         print("raydist: the working directory no longer exists\n  change to an existing one: cd", file=sys.stderr)
         sys.exit(2)
+    if started:
+        sys.stderr = cast(TextIO, Display(sys.stderr))
     try:
         body()
     except RaydistError as error:

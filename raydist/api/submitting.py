@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist.api.call import check_numbers, separate
-from raydist.errors import ClusterUnreachable, DataError, UsageError, UserError, WorkerFailed
+from raydist.errors import SIGNALLED, ClusterUnreachable, DataError, UsageError, UserError, WorkerFailed
 from raydist.redact import redact
 from raydist.run.directory import check_name, default_storage
 
@@ -302,7 +302,7 @@ def _drive(
             return job
         if code == UserError.exit_code:
             raise UserError(f"job {job} was refused", "its log says why")
-        if code in (130, 143):
+        if code in SIGNALLED:
             sys.exit(code)
         if status == "STOPPED":  # on request, so it is not submitted again
             print(f"job {job} was stopped", file=sys.stderr)

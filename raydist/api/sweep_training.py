@@ -32,8 +32,8 @@ def train(
     spec: str | Path, *, set: Overrides | None, name: str | None, storage: str | None, address: str | None, wait_for_driver: float,
     show: Callable[[dict[str, Any]], None] = lambda summary: None,
 ) -> int:  # fmt: skip
-    """Trains a sweep: see `raydist.sweep`, and its errors. `show` gets its results. Returns the exit code: 0, or 130 or 143 if a
-    signal interrupted it."""
+    """Trains a sweep: see `raydist.sweep`, and its errors. `show` gets its results. Returns the exit code: 0, or 129, 130 or
+    143 if a signal interrupted it."""
     from raydist.spec.sweep import load_sweep
 
     sweep = load_sweep(spec, set or (), name)
@@ -82,8 +82,8 @@ def train_cells(
 
     For a search that chooses its cells, `cells` is empty: earlier choices are read from the folder.
 
-    Returns the sweep's folder and the exit code: 0, or 130 or 143 if it was interrupted. Raises UserError if another driver runs
-    the sweep, or it cannot run here.
+    Returns the sweep's folder and the exit code: 0, or 129, 130 or 143 if it was interrupted. Raises UserError if another driver
+    runs the sweep, or it cannot run here.
     """
     from raydist.cluster.place import session_of, where
     from raydist.cluster.sweep.result_export import ResultExport

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How the driver of a run ended: with exit code 0, or 130 or 143 if a signal interrupted it. A script has no `dataset`."""
+    """How the driver of a run ended: with exit code 0, or 129, 130 or 143 if a signal interrupted it. A script has no `dataset`."""
 
     run: RunDir
     code: int

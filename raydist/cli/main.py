@@ -3,7 +3,7 @@
 Runs in: the user's shell. Must stay light: `raydist --help` answers in half a second.
 
 0: success. 2: invalid request; nothing was started. 3: the training stopped. 70: an error of raydist itself
-(raydist/api/crash.py). 130, 143: interrupted by SIGINT or SIGTERM.
+(raydist/api/crash.py). 129, 130, 143: interrupted by SIGHUP, SIGINT or SIGTERM.
 """
 
 from __future__ import annotations

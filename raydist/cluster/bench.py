@@ -31,7 +31,7 @@ def run(function: str, config: Mapping[str, Any], job: JobSpec, session: Session
     """Calls `function` ("module:attribute") with `config` and `gpus` (per rank), in as many ranks as the job's maximum of workers.
 
     Returns what rank 0 returned. Call it in the main thread. Raises PreflightError if the ranks do not fit on the cluster,
-    WorkerFailed with the root cause if one fails, and SystemExit with 130 or 143 if a signal ended it.
+    WorkerFailed with the root cause if one fails, and SystemExit with 129, 130 or 143 if a signal ended it.
     """
     count = job.cluster.most
     asked = job.with_fields({"cluster.workers": count})

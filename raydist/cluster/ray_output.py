@@ -13,8 +13,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
+from raydist.display import Display
 from raydist.storage import opener
 
 
@@ -33,7 +34,8 @@ def into_file(path: Path) -> Iterator[None]:
         if _fileno(sys.stderr) == 2:
             stack.callback(setattr, sys, "stderr", sys.stderr)
             raw = os.fdopen(kept, "wb", buffering=0, closefd=False)
-            sys.stderr = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+            text = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+            sys.stderr = cast(TextIO, Display(text))
         os.dup2(file.fileno(), 2)
         stack.callback(os.dup2, kept, 2)
         stack.callback(setattr, sys, "stdout", sys.stdout)

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from raydist.errors import Fenced, StorageError, UsageError
+from raydist.errors import SIGNALLED, Fenced, StorageError, UsageError
 from raydist.parsing import DAMAGED, parse_json
 from raydist.records import Status
 from raydist.run.directory import DRIVERS, Folder, RunDir
@@ -39,8 +39,6 @@ STOP_LOOK_S = 2.0
 _LOOK_S = 0.5
 _STOP = ".stop"
 _LEASE = re.compile(rf"{DRIVERS}/(\d+)\.json")
-_SIGNALLED = (130, 143)
-"""Exit codes after SIGINT and SIGTERM."""
 SKEW_S = 5.0
 """How far the clocks of two hosts may differ."""
 
@@ -133,7 +131,7 @@ class DriverLease:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
-        signalled = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 0) in _SIGNALLED
+        signalled = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_code", 0) in SIGNALLED
         self.release(interrupted=signalled)
 
     def _renew(self) -> None:

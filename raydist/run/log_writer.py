@@ -34,6 +34,8 @@ SEGMENT_ROWS = 10_000
 """Rows of a complete segment; the open segment, rewritten at each flush, is smaller."""
 SEGMENT_NUMBERS = 1 << 20
 """Loads and biases of experts after which a segment is complete, too: the open one then stays below 4 MiB."""
+COMBINED_BYTES = 1 << 16
+"""A batch of that size is not combined with later ones."""
 
 _CODES = {pa.int64(): "q", pa.float64(): "d", pa.int32(): "i", pa.float32(): "f"}
 
@@ -175,9 +177,11 @@ class RunLog:
                 parquet.store(self._run.storage, segment.name, segment.table(parts))
                 with self._lock:
                     segment.stored = version
-                    # Combine small batches, so that the next flush of the open segment encodes faster.
-                    whole = pa.Table.from_batches(parts, SCHEMA).combine_chunks().to_batches()
-                    segment.parts[: len(parts)] = whole
+                    # Combine small batches, so that the next flush of the open segment encodes faster. Only these: Arrow keeps
+                    # the pages of a copy for the thread that made it, and each of a monitor's eight would keep a segment's.
+                    first = next((i for i, part in enumerate(parts) if part.nbytes < COMBINED_BYTES), len(parts))
+                    combined = pa.Table.from_batches(parts[first:], SCHEMA).combine_chunks().to_batches()
+                    segment.parts[first : len(parts)] = combined
             with self._lock:
                 self._segments = [s for s in self._segments[:-1] if s.stored != s.version] + self._segments[-1:]
 

@@ -142,8 +142,8 @@ class Supervisor:
         )
 
     def run(self, signals: bool = True) -> Ending:
-        """Trains until the run ends. The first SIGINT or SIGTERM asks the ranks for a checkpoint and a clean end; the second ends
-        the attempt at once. Call it in the main thread; or with `signals` False, and pass signals to `stop`.
+        """Trains until the run ends. The first SIGINT, SIGTERM or SIGHUP asks the ranks for a checkpoint and a clean end; the
+        second ends the attempt at once. Call it in the main thread; or with `signals` False, and pass signals to `stop`.
         """
         stop_request = self._stop_request
         attempts = threading.Thread(target=self._train, name="raydist-attempts", daemon=True)
@@ -296,13 +296,16 @@ class Supervisor:
 
 
 class handling:
-    """Sends SIGINT and SIGTERM to `handler` during the block."""
+    """Sends SIGINT, SIGTERM and SIGHUP to `handler` during the block. SIGHUP (the terminal is gone) stays ignored under nohup."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], None]) -> None:
         self._handler = handler
 
     def __enter__(self) -> None:
-        self._before = {s: signal.signal(s, self._handler) for s in (signal.SIGINT, signal.SIGTERM)}
+        ends = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            ends.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._handler) for number in ends}
 
     def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():

@@ -99,7 +99,7 @@ class SweepRun:
     def run(self) -> Ended:
         """Trains until every trial is done, a limit is reached, or a signal interrupts it. Call it in the main thread.
 
-        At the first SIGINT or SIGTERM all trials save a checkpoint and end cleanly, at the second they end at once. Raises
+        At the first SIGINT, SIGTERM or SIGHUP all trials save a checkpoint and end cleanly, at the second they end at once. Raises
         TrainingStopped if Ray Tune or the cluster fails, and the error of `lost()`.
         """
 
