@@ -32,8 +32,8 @@ from common import write
 
 from raydist.observe.aggregator import HAND_ON_S, NODES, Aggregator
 from raydist.observe.run_monitor import RunMonitor
-from raydist.run.telemetry_log import is_counter, read_samples
-from raydist.run.telemetry_schema import GPU, NODE, RANK
+from raydist.run.telemetry_log import read_samples
+from raydist.run.telemetry_schema import GPU, NODE, RANK, is_total
 
 A_NODE = 8
 
@@ -45,7 +45,7 @@ def values(columns: dict[str, Any], tick: int, subject: int) -> dict[str, Any]:
         if str(kind) == "string":
             made[name] = "x"
         else:
-            value = (i + 1) * 1000 + subject + (tick * 37 if is_counter(name) else 0)
+            value = (i + 1) * 1000 + subject + (tick * 37 if is_total(name) else 0)
             made[name] = float(value) if str(kind) == "double" else value
     return made
 

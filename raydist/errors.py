@@ -41,6 +41,7 @@ Errors cross Ray by pickle: arguments are positional and all go to `super().__in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from raydist.printable import printable
@@ -211,3 +212,15 @@ class RankFailed(Exception):
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.type_name}: {self.message}"
+
+
+def error_facts(error: RaydistError) -> list[str]:
+    """Class, message and hint: plain values, of which `error_from` makes the same error in another process."""
+    return [type(error).__name__, error.message, error.hint]
+
+
+def error_from(facts: Sequence[str], otherwise: type[RaydistError]) -> RaydistError:
+    """The error of `error_facts`; of the class `otherwise` if this module has no error of that name."""
+    name, message, hint = map(str, facts)
+    known = globals().get(name)
+    return (known if isinstance(known, type) and issubclass(known, RaydistError) else otherwise)(message, hint)

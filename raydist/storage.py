@@ -14,11 +14,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from raydist import conditional_writes, remote_filesystem
 from raydist.errors import StorageError, UserError
 from raydist.redact import redact
+from raydist.sinks import Sink, write_whole
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,14 +40,6 @@ NO_FOLDER = frozenset(
     ]
 )  # fmt: skip
 """Errors of a path at which no folder can be made, however often it is tried."""
-
-
-class Sink(Protocol):
-    """The result of `Storage.create`: takes bytes in order."""
-
-    def write(self, data: bytes | memoryview, /) -> int:
-        """Writes bytes; returns how many."""
-        ...
 
 
 def inside(name: str) -> str:
@@ -186,6 +179,13 @@ class Storage:
         self._make_folder_of(path)
         return path
 
+    def append(self, name: str, data: bytes, *, sync: bool = False) -> None:
+        """Appends to a file of a local folder: see `append_whole`."""
+        try:
+            append_whole(self.appendable(name), data, sync=sync)
+        except OSError as error:
+            raise self._failed("write", name, error) from error
+
     def _make_folder_of(self, path: Path) -> None:
         made = [folder for folder in path.parents if not folder.exists()]
         if self.private and self._existed and self.local in made:
@@ -203,10 +203,10 @@ class Storage:
         for folder in made:
             _sync_folder(folder.parent)
 
-    def write(self, name: str, data: bytes, check: Callable[[], object] | None = None) -> None:
+    def write(self, name: str, data: bytes | memoryview, check: Callable[[], object] | None = None) -> None:
         """Writes a small file, atomically. `check`: see `create`."""
         with self.create(name, check) as sink:
-            _put(sink, data)
+            write_whole(sink, data)
 
     def write_new(self, name: str, data: bytes) -> bool:
         """Writes a small file, unless the name exists; returns whether it was written.
@@ -231,7 +231,7 @@ class Storage:
             part = self._part(path)
             try:
                 with open(part, "xb", buffering=0, opener=opener) as file:
-                    _put(file, data)
+                    write_whole(file, data)
                     os.fsync(file.fileno())
                 os.link(part, path)
             finally:
@@ -378,18 +378,12 @@ def append_whole(path: Path, data: bytes, *, sync: bool = False) -> None:
     with open(path, "ab", buffering=0, opener=opener) as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            _put(file, data)
+            write_whole(file, data)
             if sync:
                 os.fsync(file.fileno())
         except OSError:
             os.ftruncate(file.fileno(), size)  # a full disk took a part
             raise
-
-
-def _put(sink: Sink, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[sink.write(rest) or len(rest) :]
 
 
 def _sync_folder(path: Path) -> None:

@@ -34,6 +34,7 @@ LAYERS = [
         "errors",
         "redact",
         "display",
+        "sinks",
         "printable",
         "private_files",
         "parsing",

@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Any, ParamSpec, Protocol, TypeVar
 
-from raydist import errors
-from raydist.errors import SIGNALLED, RaydistError, TrainingStopped, UsageError
+from raydist.errors import SIGNALLED, RaydistError, TrainingStopped, UsageError, error_from
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -183,11 +182,7 @@ def answer(data: bytes) -> tuple[Any, RaydistError | None]:
         return None, None
     if not name:
         return told.get("result"), None
-    kind: Any = getattr(errors, str(name), None)
-    if not (isinstance(kind, type) and issubclass(kind, RaydistError)):
-        kind = RaydistError
-    error: RaydistError = kind(str(message), str(hint))
-    return None, error
+    return None, error_from((name, message, hint), RaydistError)
 
 
 def _terminal() -> int | None:

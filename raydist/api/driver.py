@@ -26,7 +26,7 @@ def main(function: str, message: int, alive: int) -> None:
     from importlib import import_module
 
     from raydist.api import process
-    from raydist.errors import RaydistError
+    from raydist.errors import RaydistError, error_facts
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(message, "r+b") as file:
@@ -48,7 +48,7 @@ def main(function: str, message: int, alive: int) -> None:
             sys.exit(found if isinstance(found, int) else 0)
 
         def tell(error: RaydistError) -> None:
-            answer(error=[type(error).__name__, error.message, error.hint])
+            answer(error=error_facts(error))
 
         process.run(call, tell=tell, trusted=told["trusted"])
 

@@ -122,8 +122,8 @@ def _job_of(run: RunDir, events: Sequence[Event], attempt: int) -> JobSpec:
             break
         if event.kind == "decision":
             names = ("micro_batch", "checkpoint_activations")
-            changes = {name: value for name in names if (value := event.data.get(name)) is not None}
-            job = job.model_copy(update={"train": job.train.model_copy(update=changes)})
+            changes = {f"train.{name}": value for name in names if (value := event.data.get(name)) is not None}
+            job = job.with_fields(changes)
             if (tokens := event.data.get("max_tokens")) is not None:
                 job = job.with_max_tokens(tokens)
     return job

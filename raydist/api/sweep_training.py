@@ -85,9 +85,7 @@ def train_cells(
     Returns the sweep's folder and the exit code: 0, or 129, 130 or 143 if it was interrupted. Raises UserError if another driver
     runs the sweep, or it cannot run here.
     """
-    from raydist.cluster.place import where
-    from raydist.cluster.run.request import worker_env
-    from raydist.cluster.session import open_session
+    from raydist.cluster.place import session_of, where
     from raydist.cluster.sweep.result_export import ResultExport
     from raydist.cluster.sweep.search import Search
     from raydist.cluster.sweep.sweep import SweepRun
@@ -104,9 +102,8 @@ def train_cells(
     able = [cell for cell in sweep.scouts() if not cell.problems] if sweep.spec.search.chooses else cells
     folder = SweepDir(Storage(home).at(sweep.name))
     datasets = Datasets(home, data_progress)
-    cwd, limits = Path.cwd(), sweep.spec.limits
+    limits = sweep.spec.limits
     own_code = any(cell.job.own_code() for cell in able)
-    place = where(address)
     rows = ResultExport(
         folder, choose([e.model_dump() for e in sweep.base.observe.exporters], folder), sweep.spec.objective.metric
     )
@@ -132,14 +129,7 @@ def train_cells(
         datasets.of(able[0].job)
         with (
             run_logs(RunDir(folder.storage)) as log_dir,
-            open_session(
-                place,
-                env=worker_env(able[0].job),
-                log_dir=log_dir,
-                python_path=[str(cwd)] if place == "local" else [],
-                working_dir=cwd if own_code else None,
-                ranks=True,
-            ) as session,
+            session_of(able[0].job, where(address), log_dir, own_code=own_code, ranks=True) as session,
         ):
             known = cells if search is None else [*(cell for cell in cells if not cell.problems), *able]
             plans = TrialSetup(known, folder, datasets, session, sweep.spec.array.concurrent)

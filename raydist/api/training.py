@@ -56,6 +56,7 @@ def train(
         from raydist.checkpoint import hub, source
         from raydist.cluster import preflight
         from raydist.cluster.place import where
+        from raydist.faults import load as load_faults
         from raydist.observe.exporters import resolve
         from raydist.run.lease import DriverLease
         from raydist.spec import load
@@ -68,7 +69,7 @@ def train(
                 f"{source_of(spec)}: model.name: {SESSION}: a script with a loop of its own made this run",
                 "continue it with that script: `raydist run SCRIPT --name NAME`, or torchrun (docs/how-to/own-loop.md)",
             )
-        injected = _faults(faults, job)
+        injected = load_faults(faults, job) if faults is not None else ()
         home = storage or default_storage()
         run = RunDir(Storage(home).at(check_name(name or job.name)))
         if resume and not run.exists():
@@ -141,12 +142,6 @@ def _already(
     return None
 
 
-def _faults(path: str | Path | None, job: JobSpec) -> tuple[Fault, ...]:
-    from raydist.faults import load
-
-    return load(path, job) if path is not None else ()
-
-
 def supervise(
     job: JobSpec, run: RunDir, lease: DriverLease, starting: Starting, *, address: str | None, faults: tuple[Fault, ...],
     exporters: list[dict[str, Any]], dataset: str | None = None, total: int | None = None, until: int | None = None,
@@ -162,29 +157,26 @@ def supervise(
     pages = beside(run, starting.note) if dashboard else contextlib.nullcontext()
     if not dashboard and (page := link(run)) is not None:
         starting.note(f"raydist: its live page: {page}")
-    from raydist.cluster.place import where
+    from raydist.cluster.place import session_of, where
 
     place = where(address)
     starting.stage("ray", None if place == "local" else "connecting to Ray")
     from raydist.cluster import preflight
-    from raydist.cluster.run.request import Request, raise_if_stopped, worker_env
+    from raydist.cluster.run.request import Request, raise_if_stopped
     from raydist.cluster.run.supervisor import Supervisor
-    from raydist.cluster.session import open_session
     from raydist.observe.exporters import metrics_port
     from raydist.report.console import Console
     from raydist.spec import stored
 
-    cwd = Path.cwd()
     run.storage.write(SPEC, stored(job).encode())
     with (
         pages,
         run_logs(run) as log_dir,
-        open_session(
+        session_of(
+            job,
             place,
-            env=worker_env(job),
-            log_dir=log_dir,
-            python_path=[str(cwd)] if place == "local" else [],
-            working_dir=cwd if job.own_code() else None,
+            log_dir,
+            own_code=bool(job.own_code()),
             metrics_port=metrics_port(exporters),
             ranks=True,
             wait_s=wait_for_nodes,

@@ -19,7 +19,7 @@ from raydist.bench.verify import Pattern
 from raydist.worker.comm import collectives
 from raydist.worker.comm.buckets.measure import slowest
 from raydist.worker.distributed import Rank
-from raydist.worker.metrics.device_clock import Marks
+from raydist.worker.metrics.device_clock import timed
 from raydist.worker.precision import DTYPES
 
 _POINT_S = 2.0
@@ -134,10 +134,7 @@ class _Operation:
         if self._got is not self._given:
             self._got.fill_(float("nan"))
         verify.fill(self._given, self._pattern)
-        marks = self._start()
-        self._call()
-        marks.mark()
-        (seconds,) = slowest(self._rank, marks.seconds())
+        (seconds,) = slowest(self._rank, self._timed(1))
         count = torch.tensor(verify.wrong(self._got, self._expected))
         dist.all_reduce(count, group=self._rank.control)
         return int(count), seconds
@@ -145,17 +142,11 @@ class _Operation:
     def times(self, count: int) -> list[float]:
         """Seconds of `count` consecutive calls, on zeros: other sums would overflow."""
         self._given.zero_()
-        marks = self._start()
-        for _ in range(count):
-            self._call()
-            marks.mark()
-        return marks.seconds()
+        return self._timed(count)
 
-    def _start(self) -> Marks:
-        marks = Marks(self._rank.device)
+    def _timed(self, count: int) -> list[float]:
         dist.barrier(group=self._rank.control)
-        marks.mark()
-        return marks
+        return timed(self._rank.device, self._call, count)
 
     def _around(self) -> None:
         """Each rank sends to the next one. NCCL needs both directions in one group of calls."""

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from raydist.worker.comm.buckets.measure import slowest
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.loss import build as build_loss
-from raydist.worker.metrics.device_clock import Marks
+from raydist.worker.metrics.device_clock import timed
 from raydist.worker.precision import Precision
 
 _AT_ONCE = 256 * 2**20
@@ -108,12 +109,8 @@ def all_reduce(nbytes: int, rank: Rank) -> tuple[float, int]:
     done, seconds = 0, 0.0
     while done < nbytes and seconds < _GRADIENTS_S:
         piece = buffer[: max((nbytes - done) // 4, 1)]
-        marks = Marks(rank.device)
         dist.barrier(group=rank.control)
-        marks.mark()
-        dist.all_reduce(piece)
-        marks.mark()
-        seconds += slowest(rank, marks.seconds())[0]
+        seconds += slowest(rank, timed(rank.device, partial(dist.all_reduce, piece)))[0]
         done += piece.numel() * 4
     return seconds * nbytes / done, min(done, nbytes)
 

@@ -16,7 +16,7 @@ from raydist.worker import distributed
 from raydist.worker.comm import links
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
-from raydist.worker.metrics.device_clock import Marks
+from raydist.worker.metrics.device_clock import timed
 
 _WARM, _TIMES = 2, 9
 
@@ -60,9 +60,4 @@ def rates(rank: Rank) -> dict[str, float | None]:
 def _median(rank: Rank, work: Callable[[], object]) -> float:
     for _ in range(_WARM):
         work()
-    marks = Marks(rank.device)
-    marks.mark()
-    for _ in range(_TIMES):
-        work()
-        marks.mark()
-    return statistics.median(marks.seconds())
+    return statistics.median(timed(rank.device, work, _TIMES))

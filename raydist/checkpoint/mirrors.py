@@ -26,6 +26,7 @@ from raydist.errors import CheckpointCorrupt, CheckpointNotFound, RaydistError, 
 from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import ATTEMPTS, RunDir, fenced
+from raydist.sinks import write_whole
 from raydist.storage import Storage
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ def copy(source: RunDir, target: RunDir, step: int, name: str) -> int:
         for file, entry in sorted(found.files.items()):
             if manifest.check_file(target, step, file, entry) is None:
                 continue
-            _copy_shard(source, target, path(step, file), entry)
+            copy_shard(source, target, path(step, file), entry)
             if problem := manifest.check_file(target, step, file, entry):
                 raise StorageError(f"not as it was copied: {problem}")
             copied += entry.bytes
@@ -98,13 +99,13 @@ def copy(source: RunDir, target: RunDir, step: int, name: str) -> int:
     return copied
 
 
-def _copy_shard(source: RunDir, target: RunDir, name: str, entry: FileEntry) -> None:
+def copy_shard(source: RunDir, target: RunDir, name: str, entry: FileEntry) -> None:
+    """Copies a file of a checkpoint, of any size. Raises CheckpointCorrupt if the source's has another hash, StorageError."""
     hasher = xxhash.xxh3_128()
     with target.storage.create(name) as sink:
         for block in _blocks(source, name):
             hasher.update(block)
-            while block:
-                block = block[sink.write(block) or len(block) :]
+            write_whole(sink, block)
         if hasher.hexdigest() != entry.xxh3:
             raise CheckpointCorrupt(f"{source.uri}/{name}: its bytes are not those that were written")
 

@@ -108,22 +108,11 @@ def comm(
         job=job.model_dump(mode="json") if tried else None,
         threads=max(1, int(job.cluster.cpus_per_worker)),
     )
-    from raydist.cluster.place import where
-    from raydist.cluster.run.request import worker_env
-    from raydist.cluster.session import open_session
+    from raydist.cluster.place import session_of, where
 
-    place = where(address)
-    cwd = Path.cwd()
-    own_code = ":" in job.model.name
     with (
         tempfile.TemporaryDirectory(prefix="raydist-logs-") as logs,
-        open_session(
-            place,
-            env=worker_env(job),
-            log_dir=Path(logs),
-            python_path=[str(cwd)] if place == "local" else [],
-            working_dir=cwd if own_code else None,
-        ) as session,
+        session_of(job, where(address), Path(logs), own_code=bool(job.own_code())) as session,
     ):
         from raydist.cluster import bench
 

@@ -34,7 +34,7 @@ def run(function: str, config: Mapping[str, Any], job: JobSpec, session: Session
     WorkerFailed with the root cause if one fails, and SystemExit with 129, 130 or 143 if a signal ended it.
     """
     count = job.cluster.most
-    asked = job.model_copy(update={"cluster": job.cluster.model_copy(update={"workers": count})})
+    asked = job.with_fields({"cluster.workers": count})
     there = preflight.usable_nodes(asked, session)
     problems = preflight.check_resources(asked, [node["Resources"] for node in there])
     if problems:

@@ -47,9 +47,8 @@ def everywhere(job: JobSpec, there: Sequence[Mapping[str, float]]) -> JobSpec:
     else:
         ranks = sum(node.get("CPU", 0.0) >= 1 for node in there)
         each = {"workers": ranks, "cpus_per_worker": 1.0, "gpus_per_worker": 0.0}
-    resources = job.cluster.resources.model_copy(update={"custom": {}})
-    cluster = job.cluster.model_copy(update={**each, "spares": 0, "resources": resources})
-    return job.model_copy(update={"cluster": cluster, "parallel": ParallelSpec()})
+    fields = {**each, "spares": 0, "resources.custom": {}}
+    return job.with_fields({f"cluster.{name}": value for name, value in fields.items()} | {"parallel": ParallelSpec()})
 
 
 def table(has: Mapping[str, Mapping[str, Any]], measured: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -88,9 +87,7 @@ def without_slow(job: JobSpec, session: Session, storage: str) -> tuple[JobSpec,
     the others."""
     result = run(job, session, storage)
     names = sorted({each["node"] for each in result["slow"]})
-    resources = job.cluster.resources
-    fewer = resources.model_copy(update={"exclude": [*resources.exclude, *names]})
-    left = job.model_copy(update={"cluster": job.cluster.model_copy(update={"resources": fewer})})
+    left = job.with_fields({"cluster.resources.exclude": [*job.cluster.resources.exclude, *names]})
     problems = preflight.check_resources(left, [node["Resources"] for node in preflight.usable_nodes(left, session)])
     if problems:
         raise PreflightError(f"without the slow nodes {', '.join(names)}: {problems[0]}")

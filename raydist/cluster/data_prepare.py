@@ -16,11 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from raydist import errors
 from raydist.cluster.session import open_session
 from raydist.data.shards import Made
 from raydist.data.sources import Block
-from raydist.errors import RaydistError, StorageError
+from raydist.errors import RaydistError, StorageError, error_from
 
 _ENV = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """A task has one CPU, so its libraries must not start one thread per core."""
@@ -93,7 +92,7 @@ def _map(make: Callable[[Block], Made], blocks: Sequence[Block]) -> Iterator[Mad
     with contextlib.closing(iter(rows.map(_Task(make), num_cpus=1).iter_rows())) as made:
         for row in made:
             if row["error"]:
-                raise _error(row["error"], row["message"], row["hint"])
+                raise error_from((row["error"], row["message"], row["hint"]), StorageError)
             yield Made.from_json(row["made"])
 
 
@@ -114,9 +113,3 @@ class _Task:
         except RaydistError as error:
             return {"made": "", "error": type(error).__name__, "message": error.message, "hint": error.hint}
         return {"made": made, "error": "", "message": "", "hint": ""}
-
-
-def _error(name: str, message: str, hint: str) -> RaydistError:
-    kind = getattr(errors, name, StorageError)
-    error: RaydistError = kind(message, hint)
-    return error

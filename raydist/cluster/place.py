@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from raydist.errors import PreflightError
 
 if TYPE_CHECKING:
+    from raydist.cluster.session import Session
     from raydist.report.sweep.forecast import Place
     from raydist.spec import JobSpec
 
@@ -23,6 +25,19 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 def where(address: str | None) -> str:
     """The address for `open_session`: `address`, else the cluster of RAY_ADDRESS, else "local": a private Ray on this machine."""
     return address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+
+
+def session_of(
+    job: JobSpec, address: str, log_dir: Path, *, own_code: bool, **options: Any
+) -> AbstractContextManager[Session]:
+    """`open_session` with the job's variables. The user's own code is that of the working directory: a private Ray finds it there,
+    a cluster gets it if there is any (`own_code`)."""
+    from raydist.cluster.run.request import worker_env
+    from raydist.cluster.session import open_session
+
+    here = Path.cwd()
+    path, shipped = [str(here)] if address == "local" else [], here if own_code else None
+    return open_session(address, env=worker_env(job), log_dir=log_dir, python_path=path, working_dir=shipped, **options)
 
 
 @dataclass(frozen=True, slots=True)

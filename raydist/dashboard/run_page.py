@@ -142,7 +142,7 @@ def _now(now: Mapping[str, Any]) -> list[Markup] | Markup:
             row["rank"],
             [row["host"], tag("b", " the others wait for it", class_="fair") if row["slow"] else None],
             "-" if row["step"] is None else f"{row['step']:,}",
-            "-" if row["memory_bytes"] is None else text.size(row["memory_bytes"]),
+            text.size(row["memory_bytes"]),
             *(text.percent(row[name]) for name in ("memory_used", "compute", "exposed", "data", "gpu_util")),
             *(text.speed(nodes.get(row["node"], {}).get(f"nic_{way}_bytes_per_second")) for way in ("in", "out")),
         )
@@ -215,7 +215,7 @@ def _checkpoints(rows: list[dict[str, Any]]) -> Markup:
     cells = [
         (
             f"{row['step']:,}",
-            "-" if row["bytes"] is None else text.size(row["bytes"]),
+            text.size(row["bytes"]),
             text.loss(row["eval_loss"]),
             "-" if row["world_size"] is None else row["world_size"],
             [tag("b", "best", class_="good") if row["best"] else None, row["problem"] or ""],

@@ -28,6 +28,7 @@ from raydist.data.index import BLOCK, COLUMN, COUNTS, DIGITS, DatasetIndex, Ends
 from raydist.data.locks import locked
 from raydist.data.order import IntArray
 from raydist.errors import DataError
+from raydist.sinks import write_whole
 from raydist.storage import Storage
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -289,9 +290,7 @@ class TokenSplit:
                     with self._storage.open(shard.file) as source, cache.create(shard.file) as sink:
                         while chunk := source.read(_FETCH):
                             digest.update(chunk)
-                            rest = memoryview(chunk)
-                            while rest:
-                                rest = rest[sink.write(rest) or len(rest) :]
+                            write_whole(sink, chunk)
                         if digest.hexdigest() != shard.hash:
                             raise DataError(
                                 f"{self._storage.uri}/{shard.file} is damaged",

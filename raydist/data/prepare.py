@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from raydist.data.shards import JOURNAL, Job, Made
 from raydist.data.sources import Block
 from raydist.errors import DataError, StorageError
 from raydist.redact import redact
+from raydist.sinks import write_whole
 from raydist.storage import NO_FOLDER, Storage
 
 _BPE_SAMPLE = 256 << 20
@@ -181,7 +183,7 @@ def _make_all(
         progress(Progress("tokens", read, plan.bytes, *totals))
 
     report()
-    for made in _chain(mapped, map(make, own)):
+    for made in chain(mapped, map(make, own)):
         done[made.block] = made
         report()
     made_all = [done[b.number] for b in plan.blocks]
@@ -193,11 +195,6 @@ def _make_all(
             f"source {', '.join(plan.names)} is empty: it has no documents", "give sources with text in them"
         )
     return made_all, tokenizer
-
-
-def _chain(*iterables: Iterable[Made]) -> Iterator[Made]:
-    for iterable in iterables:
-        yield from iterable
 
 
 def _journal(storage: Storage, job: Job, blocks: Sequence[Block]) -> dict[int, Made]:
@@ -282,10 +279,9 @@ def _joined(storage: Storage, made: Sequence[Made], name: Split) -> SplitIndex:
             raw = storage.read(shards.ends_file(block.block))
             size = 8 * part.documents
             own = np.frombuffer(raw[:size] if name == "train" else raw[len(raw) - size :], dtype="<i8") + before
-            rest = memoryview(own.tobytes())
-            digest.update(rest)
-            while rest:
-                rest = rest[sink.write(rest) or len(rest) :]
+            data = own.tobytes()
+            digest.update(data)
+            write_whole(sink, data)
             before += part.tokens
     ends = Ends(file, 8 * sum(p.documents for p in parts), digest.hexdigest())
     return SplitIndex(

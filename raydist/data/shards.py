@@ -274,8 +274,8 @@ class _Writer:
             self._counts[:] = [counts[count:]]
             columns[COUNTS] = counts[:count]
         raw = arrow_file(columns)
-        self._storage.write(name, memoryview(raw))  # type: ignore[arg-type]  # any buffer works
         data = memoryview(raw)
+        self._storage.write(name, data)
         self._part.shards.append(Shard(name, count, raw.size, xxhash.xxh3_128_hexdigest(data), block_hashes(data)))
         self._part.tokens += count
 

@@ -15,11 +15,11 @@ import threading
 import time
 from contextlib import suppress
 
-from raydist.errors import RaydistError, StorageError
+from raydist.errors import RaydistError
 from raydist.redact import redact
 from raydist.run.directory import RunDir
 from raydist.run.rank_logs import name
-from raydist.storage import Storage, append_whole
+from raydist.storage import Storage
 
 INTERVAL_S = 1.0
 REMOTE_INTERVAL_S = 5.0
@@ -123,10 +123,7 @@ class Output:
             if len(self._sent) >= PART_BYTES:
                 self._part, self._sent = self._part + 1, b""
             return
-        try:
-            append_whole(storage.appendable(path), text)
-        except OSError as error:
-            raise StorageError(f"cannot write {storage.uri}/{path}: {error.strerror or error}", "") from error
+        storage.append(path, text)
 
 
 def _note(text: str) -> bytes:

@@ -25,9 +25,9 @@ import numpy as np
 import xxhash
 
 from raydist import registry
-from raydist.checkpoint import manifest, retention
+from raydist.checkpoint import manifest, mirrors, retention
 from raydist.errors import TrainingStopped, UsageError
-from raydist.run.directory import RunDir, manifest_name, step_folder
+from raydist.run.directory import RunDir, manifest_name
 from raydist.run.log import SINGLE, read_steps
 from raydist.spec import JobSpec, dump, read_stored
 
@@ -145,17 +145,8 @@ def _copied(run: RunDir, step: int) -> Iterator[RunDir]:
     """A run with that checkpoint alone; deleted on exit."""
     name = f"{run.name}.replay-{os.getpid()}"
     copy = RunDir(run.home.at(name))
-    found = manifest.read(run, step)
     try:
-        for file in found.files:
-            with (
-                run.storage.open(manifest.path(step, file)) as source,
-                copy.storage.create(manifest.path(step, file)) as into,
-            ):
-                while data := source.read(1 << 24):
-                    into.write(data)
-        inside = f"{step_folder(step)}/{manifest_name(found.attempt)}"
-        copy.storage.write(inside, run.storage.read(inside))  # last, as a commit does
+        mirrors.copy(run, copy, step, manifest_name(manifest.read(run, step).attempt))
         yield copy
     finally:
         for name in [*copy.storage.folders(), *copy.storage.files(unfinished=True)]:

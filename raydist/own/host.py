@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,12 +29,10 @@ from raydist.storage import Storage
 from raydist.worker import distributed
 from raydist.worker.attempt import Job, Outcome
 from raydist.worker.distributed import Rank
+from raydist.worker.faults import injector_of
 from raydist.worker.metrics.memory import MemoryMeter
 from raydist.worker.metrics.reporter import Reporter
 from raydist.worker.parallel import ParamShard
-
-if TYPE_CHECKING:
-    from raydist.worker.faults.injector import Injector
 
 
 class Alone:
@@ -114,7 +111,7 @@ class Launched:
 
     def __init__(self, here: ScriptRank) -> None:
         self._here, self.rank, self.reporter = here, here.rank, here.reporter
-        self._injector = _injector(here) if here.job.faults else None
+        self._injector = injector_of(here.job, here.rank)
         self.heartbeat = self._injector.watch(here.heartbeat) if self._injector else here.heartbeat
         self._meter: MemoryMeter | None = None
         self._trained = False
@@ -180,15 +177,6 @@ class Launched:
 
     def leave(self) -> None:
         """The rank leaves the group after the script."""
-
-
-def _injector(here: ScriptRank) -> Injector:
-    """Injects the faults of the run."""
-    from raydist.worker.faults.injector import Injector
-
-    job = here.job
-    memory = job.memory_store.folder if job.memory_store is not None else None
-    return Injector(job.faults, job.run, here.rank, job.attempt, memory, job.agent)
 
 
 def host() -> Alone | Launched:

@@ -108,7 +108,7 @@ class _Adviser:
         if not any(row.fits for row in rows) and ((lightest := self._lightest()) is None or not self._fits(lightest)):
             return None
         for changes in self._ways():
-            spec = changed(self._spec, changes)
+            spec = self._spec.with_fields(changes)
             found = [e for s in self._candidates() if (e := self._estimate(s, spec)) is not None]
             fitting = [e for e in found if self._fits(e)]
             if fitting:
@@ -117,7 +117,7 @@ class _Adviser:
                     changes = {"parallel.strategy": best.strategy, **changes}
                 larger = [e.strategy for e in found[: found.index(best)]]
                 least = best.sent == min(e.sent for e in fitting)
-                largest = self._micro_batch(best.strategy, changed(self._spec, changes))
+                largest = self._micro_batch(best.strategy, self._spec.with_fields(changes))
                 return Pick(best, largest, changes, self._because(best, changes, larger, least))
         return None
 
@@ -144,7 +144,7 @@ class _Adviser:
             changes["train.checkpoint_activations"] = "full"
         if self._can_offload():
             changes["offload.optimizer"] = "cpu"
-        spec = changed(self._spec, changes)
+        spec = self._spec.with_fields(changes)
         found = [e for s in self._candidates() if (e := self._estimate(s, spec)) is not None]
         return min(found, key=lambda e: e.total, default=None)
 
@@ -206,7 +206,7 @@ class _Adviser:
         if pick is None:
             yield from self._nothing_fits()
             return
-        if pick.micro_batch > batches(changed(self._spec, pick.changes), self._machine.ranks)[0]:
+        if pick.micro_batch > batches(self._spec.with_fields(pick.changes), self._machine.ranks)[0]:
             share = self._spec.train.global_batch // self._replicas
             yield (
                 f"train.micro_batch: {pick.micro_batch} is the largest that fits and divides a {self._one}'s {share} sequences."
@@ -226,7 +226,7 @@ class _Adviser:
         low, high = 0, len(sizes)
         while low < high:
             middle = (low + high) // 2
-            found = self._estimate(strategy, changed(spec, {"train.micro_batch": sizes[middle]}))
+            found = self._estimate(strategy, spec.with_fields({"train.micro_batch": sizes[middle]}))
             if found is not None and self._fits(found):
                 low = middle + 1
             else:
@@ -256,18 +256,6 @@ def value(spec: JobSpec, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
-
-
-def changed(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
-    """The job with other values of these fields (section.field)."""
-    for name, new in changes.items():
-        spec = _changed(spec, name.split("."), new)
-    return spec
-
-
-def _changed(part: Any, names: list[str], new: Any) -> Any:
-    name, *rest = names
-    return part.model_copy(update={name: _changed(getattr(part, name), rest, new) if rest else new})
 
 
 def divisors(n: int) -> list[int]:

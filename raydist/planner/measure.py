@@ -153,9 +153,9 @@ class Planner:
         parallel = self._spec.parallel
         key = (parallel.tensor, parallel.context, parallel.expert, *cut)
         if key not in self._shorter:
-            model = self._spec.model.model_copy(update={"layers": sum(cut)})
             fields = {"pipeline": len(cut), "chunks": 1, "pipeline_cut": [*cut] if len(cut) > 1 else None}
-            spec = self._spec.model_copy(update={"model": model, "parallel": parallel.model_copy(update=fields)})
+            stages = {f"parallel.{name}": value for name, value in fields.items()}
+            spec = self._spec.with_fields({"model.layers": sum(cut), **stages})
             self._shorter[key] = Planner(spec, self._vocab, self._target, self._measuring)
         shorter = self._shorter[key]
         found = shorter._by_block(replace(how, stage=int(how.stage > 0)))

@@ -126,8 +126,6 @@ def forecast(
             refused[gpus] = f"a global batch of {batch} has fewer sequences than replicas"
             continue
         here = replace(machine, ranks=gpus)
-        train = job.train.model_copy(update={"global_batch": batch})
-        cluster = job.cluster.model_copy(update={"workers": gpus, "spares": 0})
-        asked = job.model_copy(update={"train": train, "cluster": cluster})
+        asked = job.with_fields({"train.global_batch": batch, "cluster.workers": gpus, "cluster.spares": 0})
         points.append(point(gpus, batch, step(asked, here), save(here), assumed))
     return curve(points), refused

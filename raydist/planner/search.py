@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import ValidationError
 
 from raydist import registry
-from raydist.planner.advice import changed, divisors, listed, value
+from raydist.planner.advice import divisors, listed, value
 from raydist.planner.estimate import estimates, measured, refusal
 from raydist.planner.facts import Activations, Estimate, Machine, Model, Pass, Peak
 from raydist.planner.shares import planned, replicas
@@ -105,7 +105,7 @@ def search(
                 refused[f"{strategy}: {why}"] += 1
                 continue
             for size in _sizes(job, count):
-                one = changed(job, {**size, "parallel.strategy": strategy})
+                one = job.with_fields({**size, "parallel.strategy": strategy})
                 passes = measured("ddp", one, machine, model, measure)  # what is sent is that of any strategy
                 tried.append(
                     _Tried(
@@ -202,7 +202,7 @@ def _whole_rows(spec: JobSpec) -> JobSpec:
     """The job such that the largest micro-batch of each size is one of the longest sequences, whatever `max_tokens` is."""
     if spec.data.batching is None:
         return spec
-    return changed(spec, {"data.batching.longest": spec.longest, "data.batching.max_tokens": spec.longest})
+    return spec.with_fields({"data.batching.longest": spec.longest, "data.batching.max_tokens": spec.longest})
 
 
 class _Between:

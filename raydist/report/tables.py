@@ -68,7 +68,8 @@ def show(facts: dict[str, Any], out: Console | None = None) -> None:
     if facts["attempts"]:
         table = columns("attempt>", "workers>", "first step>", "last step>", "startup>", "ended by")
         for attempt in facts["attempts"]:
-            numbers = (_or_dash(attempt[key]) for key in ("number", "world_size", "first_step", "last_step"))
+            known = (attempt[key] for key in ("number", "world_size", "first_step", "last_step"))
+            numbers = ("-" if value is None else str(value) for value in known)
             up = text.span(attempt["startup"]["seconds"]) if attempt["startup"] else "-"
             table.add_row(*numbers, up, Text(attempt["cause"] or ""))
         out.print(table)
@@ -171,7 +172,3 @@ def columns(*columns: str) -> Table:
 
 def _status(status: str) -> Text:
     return Text(status, style=_STYLES.get(status, ""))
-
-
-def _or_dash(value: Any) -> str:
-    return "-" if value is None else str(value)

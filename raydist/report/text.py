@@ -13,8 +13,10 @@ from raydist.records import Event
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def size(count: float) -> str:
-    """Bytes: `512 B`, `12.3 MiB`."""
+def size(count: float | None) -> str:
+    """Bytes: `512 B`, `12.3 MiB`, or `-`."""
+    if count is None:
+        return "-"
     unit = 0
     while count >= 1024 and unit < len(_UNITS) - 1:
         count, unit = count / 1024, unit + 1

@@ -104,10 +104,10 @@ def panel(seen: dict[str, Any]) -> RenderableType:
             f"{row['rank']}",
             f"{row['host']}",
             f"{row['step']}",
-            "-" if row["memory_bytes"] is None else text.size(row["memory_bytes"]),
+            text.size(row["memory_bytes"]),
             "" if used is None else "█" * round(used * _BAR) + "░" * (_BAR - round(used * _BAR)),
             *(text.percent(row[name]) for name in ("compute", "exposed", "data", "gpu_util")),
-            *(_size(node.get(name)) for name in ("nic_in_bytes_per_second", "nic_out_bytes_per_second")),
+            *(text.size(node.get(name)) for name in ("nic_in_bytes_per_second", "nic_out_bytes_per_second")),
             style="yellow" if row["slow"] else "",
         )
     tail = [
@@ -211,7 +211,3 @@ def _total(run: RunDir) -> int | None:
         return None if steps is None else int(steps)
     except (FileNotFoundError, KeyError, TypeError, ValueError, yaml.YAMLError):
         return None
-
-
-def _size(value: float | None) -> str:
-    return "-" if value is None else text.size(value)

@@ -21,14 +21,6 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST
 
 
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
 def _are_numbers(value: Any) -> bool:
     return isinstance(value, Mapping) and all(map(_is_number, value.values()))
 
@@ -64,17 +56,13 @@ def _are_workers(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 _Check = Callable[[Any], bool]
 _TYPES: dict[str, tuple[str, _Check]] = {
     "number": ("a number", _is_number),
     "integer": ("an integer", _is_integer),
-    "text": ("text", _is_text),
-    "mapping": ("a mapping", _is_mapping),
-    "list": ("a list", _is_list),
+    "text": ("text", lambda value: isinstance(value, str)),
+    "mapping": ("a mapping", lambda value: isinstance(value, Mapping)),
+    "list": ("a list", lambda value: isinstance(value, list)),
     "numbers": ("a mapping of numbers", _are_numbers),
     "figures": ("a cell's figures", _are_figures),
     "changes": ("a mapping of pairs", _are_changes),

@@ -28,7 +28,7 @@ from raydist.run.directory import EVENTS, METRICS, RunDir
 from raydist.run.driver_process import this_process
 from raydist.run.log import FIELDS, HEAD, NULLABLE, SCHEMA, json_line, segment_names
 from raydist.run.status import last_word, write_state
-from raydist.storage import append_whole, refused
+from raydist.storage import refused
 
 SEGMENT_ROWS = 10_000
 """Rows of a complete segment; the open segment, rewritten at each flush, is smaller."""
@@ -247,19 +247,13 @@ class RunLog:
         if not count:
             return
         if self._run.storage.local is not None:
-            self._append(data)
+            self._run.storage.append(EVENTS, data, sync=True)
         else:
             # An object store cannot append; events are few, so the whole file is written again.
             self._run.storage.write(EVENTS, self._stored_events + data)
             self._stored_events += data
         with self._lock:
             del self._events[:count]
-
-    def _append(self, data: bytes) -> None:
-        try:
-            append_whole(self._run.storage.appendable(EVENTS), data, sync=True)
-        except OSError as error:
-            raise refused("write", f"{self._run.uri}/{EVENTS}", error) from error
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,5 +295,5 @@ def write_end(run: RunDir, status: str, cause: str) -> None:
         write_state(run, {**state, "driver": this_process(), "status": status, "heartbeat_at": now})
     if run.storage.local is not None:
         data = {"status": status, "step": run.newest_step(), **({"cause": cause} if cause else {})}
-        with contextlib.suppress(OSError):
-            append_whole(run.storage.appendable(EVENTS), json_line(Event("ended", now, data).to_dict()))
+        with contextlib.suppress(StorageError):
+            run.storage.append(EVENTS, json_line(Event("ended", now, data).to_dict()))

@@ -19,11 +19,7 @@ def store(storage: Storage, name: str, table: pa.Table) -> None:
     sink = pa.BufferOutputStream()
     try:
         pq.write_table(table, sink, compression="zstd" if table.num_rows > _FEW_ROWS else "lz4", use_dictionary=False)
-        rest = memoryview(sink.getvalue())
-        with storage.create(name) as file:
-            while rest:
-                rest = rest[file.write(rest) or len(rest) :]
-        del rest
+        storage.write(name, memoryview(sink.getvalue()))
     finally:
         del sink
         # Arrow's allocator keeps freed pages for each thread, and only that thread can return them: without this, each thread of a

@@ -16,7 +16,6 @@ The driver of a Ray job runs in a temporary copy of the submitted folder: there 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,15 +129,12 @@ def _configured(path: Path) -> str | None:
         ) from None
     for key in settings:
         if key != "storage":
-            raise UserError(f'{path}: unknown key "{key}"', _meant(key, ["storage"]))
+            import difflib
+
+            near = difflib.get_close_matches(key, ["storage"], cutoff=0.5)
+            hint = 'did you mean "storage"?' if near else "allowed: storage"
+            raise UserError(f'{path}: unknown key "{key}"', hint)
     value = settings.get("storage")
     if value is not None and (not isinstance(value, str) or not value):
         raise UserError(f"{path}: storage: {value!r}", 'give a folder or a URI in quotes: storage = "/data/runs"')
     return value
-
-
-def _meant(key: str, known: Sequence[str]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f'did you mean "{near[0]}"?' if near else f"allowed: {', '.join(known)}"

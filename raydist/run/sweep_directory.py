@@ -33,7 +33,7 @@ from raydist.records import Event
 from raydist.run.directory import SWEEP_CELLS, Folder, RunDir, check_name, elsewhere, existing, is_place, not_found
 from raydist.run.log import events_in, json_line
 from raydist.run.storage_choice import choose
-from raydist.storage import Storage, append_whole, refused
+from raydist.storage import Storage
 
 SWEEP, BASE, CELLS, EVENTS, RUNS, RESULTS = (
     "sweep.yaml", "base.yaml", SWEEP_CELLS, "events", "runs", "results.parquet",
@@ -185,12 +185,8 @@ class SweepLog:
     def _write(self, name: str, lines: list[bytes]) -> None:
         if self._storage.local is None or not self._stored:
             self._storage.write(name, b"".join([*self._stored, *lines]))
-            return
-        path = self._storage.local / name
-        try:
-            append_whole(path, b"".join(lines), sync=True)
-        except OSError as error:
-            raise refused("write", path, error) from error
+        else:
+            self._storage.append(name, b"".join(lines), sync=True)
 
 
 def resolve_sweep(name: str, storage: str | None = None) -> SweepDir:

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from raydist.errors import StorageError
 from raydist.run import parquet
 from raydist.run.directory import SAMPLES, RunDir
-from raydist.run.telemetry_schema import COLUMNS, SCHEMA, WHO
+from raydist.run.telemetry_schema import COLUMNS, SCHEMA, WHO, is_total
 
 SEGMENT_ROWS = 20_000
 SEGMENT_S = 60.0
@@ -42,11 +42,6 @@ _BUFFERED = 200_000
 
 _NAME = re.compile(r"(raw|thin)-(\d+)(?:-(\d+))?(?:\.(\d+))?\.parquet")
 _SUBJECT = ("kind", "host", "node", "gpu", "rank", "attempt")
-
-
-def is_counter(name: str) -> bool:
-    """Whether a column is a counter, which never decreases."""
-    return " total " in f" {COLUMNS[name][1]}"
 
 
 class TelemetryLog:
@@ -183,7 +178,7 @@ def _thinned(rows: pa.Table) -> pa.Table:
 
 
 def _aggregation(name: str) -> str:
-    if name in WHO or is_counter(name) or name.startswith("peak_"):
+    if name in WHO or is_total(name) or name.startswith("peak_"):
         return "max"
     return "mean" if COLUMNS[name][0] != pa.string() else "max"
 

@@ -138,7 +138,7 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {**WHO, **RANK, **NODE, **GPU}
 
 
 def is_total(column: str) -> bool:
-    """Whether it is a counter."""
+    """Whether a column is a counter, which never decreases."""
     return " total " in f" {COLUMNS[column][1]}"
 
 

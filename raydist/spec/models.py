@@ -7,6 +7,7 @@ the whole job, and the checks across sections; the sections are in training.py a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -212,8 +213,14 @@ class JobSpec(PartWithNewFields):
         """The job with another data.batching.max_tokens, at least `longest`, and the same samples."""
         assert self.data.batching is not None
         fields = {"max_tokens": max_tokens, "longest": self.longest, "min": 1}
-        data = self.data.model_copy(update={"batching": self.data.batching.model_copy(update=fields)})
-        return self.model_copy(update={"data": data})
+        return self.with_fields({f"data.batching.{name}": value for name, value in fields.items()})
+
+    def with_fields(self, changes: Mapping[str, Any]) -> JobSpec:
+        """The job with other values of these fields (section.field), which are not checked."""
+        job = self
+        for name, new in changes.items():
+            job = _changed(job, name.split("."), new)
+        return job
 
     @property
     def largest_pass(self) -> tuple[int, int]:
@@ -257,12 +264,17 @@ class JobSpec(PartWithNewFields):
         if self.train.virtual_ranks is not None:  # the shapes of micro-batches change bits
             exclude = tuple(x for x in exclude if x not in virtual_ranks.SHAPES)
         # As with `parallel`, the way of the sums changes rounding alone.
-        plain = self.model_copy(update={"comm": self.comm.model_copy(update={"topology": comm.TORCH, "ring": None})})
+        plain = self.with_fields({"comm.topology": comm.TORCH, "comm.ring": None})
         return {"data.fingerprint": fingerprint, **sequences} | {
             name: redact(sequences.get(name, value))
             for name, value in flatten(plain.model_dump(mode="json")).items()
             if not any(name == x or name.startswith(x + ".") for x in exclude)
         }
+
+
+def _changed(part: Any, names: list[str], new: Any) -> Any:
+    name, *rest = names
+    return part.model_copy(update={name: _changed(getattr(part, name), rest, new) if rest else new})
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,7 +7,7 @@ flow; a line with `every rank` in its comment is a collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from raydist.worker.comm.outer.state import OuterState
 from raydist.worker.dataloader import Feed
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
+from raydist.worker.faults import injector_of
 from raydist.worker.forward_seeds import ForwardSeeds
 from raydist.worker.hooks import HookFacts
 from raydist.worker.lora import frozen_shards
@@ -59,9 +60,6 @@ from raydist.worker.run_hooks import RunHooks
 from raydist.worker.step import TrainStep
 from raydist.worker.step_hooks import BeforeUpdate, StepHook
 
-if TYPE_CHECKING:
-    from raydist.worker.faults.injector import Injector
-
 
 class Assembly:
     """The parts of one attempt, in the order of the data flow."""
@@ -78,7 +76,7 @@ class Assembly:
     ) -> None:
         spec, self._tell = job.spec, tell
         self.job, self.spec, self.rank, self.reporter = job, spec, rank, reporter
-        self.injector = _injector(job, rank) if job.faults else None
+        self.injector = injector_of(job, rank)
         phases = heartbeat
         heartbeat = self.injector.watch(heartbeat) if self.injector else heartbeat
         self.heartbeat, self.startup, self.telemetry = heartbeat, startup, telemetry
@@ -272,9 +270,6 @@ class Assembly:
         loads = [self.experts.message] if self.experts else []
         return [*self.train_step.messages(), *loads, *getattr(self.strategy, "messages", list)()]
 
-    def _checkpoint_due(self, step: int, ending: bool) -> bool:
-        return self.checkpoints.due(step, ending)
-
     def _compression(self) -> Compression | None:
         """None if no gradients are compressed on any rank."""
         reducers = reducers_of(self.strategy)
@@ -316,7 +311,7 @@ class Assembly:
             self.optimizer,
             parameters,
             split=self.split,
-            due=lambda step: due(step, every, self._checkpoint_due(step, step == self.last)),
+            due=lambda step: due(step, every, self.checkpoints.due(step, step == self.last)),
             before_write=self._before_repair,
             reporter=self.reporter,
             replica=self.replica,
@@ -348,11 +343,3 @@ def _silent(kind: str, **data: Any) -> None:
 def due(step: int, every: int | None, ending: bool) -> bool:
     """Whether `step` is one of every `every`, or the run ends with it."""
     return ending or (every is not None and step % every == 0)
-
-
-def _injector(job: Job, rank: Rank) -> Injector:
-    """Injects the faults of the job."""
-    from raydist.worker.faults.injector import Injector
-
-    memory = job.memory_store.folder if job.memory_store is not None else None
-    return Injector(job.faults, job.run, rank, job.attempt, memory, job.agent)

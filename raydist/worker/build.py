@@ -170,7 +170,7 @@ def _with_buckets(
 
     chosen = choose.settle(spec, rank, run, vocab_size, build, example)
     say(f"parallel.bucket_mb: auto: {chosen.because}")
-    return spec.model_copy(update={"parallel": parallel.model_copy(update={"bucket_mb": chosen.bucket_mb})})
+    return spec.with_fields({"parallel.bucket_mb": chosen.bucket_mb})
 
 
 def replica(spec: JobSpec, mesh: Mesh) -> Mesh | None:

@@ -132,7 +132,7 @@ class _Run(Assembly):
                             batch.tokens,
                             lr,
                             want_stop=bool(self.reporter and self.reporter.command == "stop"),
-                            vote=self.checkpoints.vote(self._checkpoint_due(at.step, ending)),
+                            vote=self.checkpoints.vote(self.checkpoints.due(at.step, ending)),
                             trace=self.tracer.requested(self.reporter.traces) if self.reporter else (0, 0),
                             samples=len(batch.ids),
                             want_save=self.checkpoints.requested,
@@ -159,7 +159,7 @@ class _Run(Assembly):
                     if self.eval_set and due(at.step, self.spec.eval.every, at.step == self.total):
                         self._evaluate()  # every rank: losses are summed
                         unusual = True
-                    if self._checkpoint_due(at.step, stop or ending) or report.save:
+                    if self.checkpoints.due(at.step, stop or ending) or report.save:
                         self._before_copy()
                         self.checkpoints.save(stop or ending)  # every rank writes its part; rank 0 commits, last
                         unusual = True

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from raydist.cli import plan
 from raydist.errors import UsageError
-from raydist.planner.advice import changed
 from raydist.planner.estimate import estimates
 from raydist.planner.facts import Activations, Machine, Model, Param, Pass, Peak, Stage
 from raydist.planner.measure import Planner
@@ -96,7 +95,7 @@ def test_a_budget_of_tokens_is_fitted() -> None:
     assert much.changes == {"data.batching.max_tokens": 8 * 50, "data.batching.longest": 50}
     assert (little.estimate.strategy, little.spec.data.batching.max_tokens) == ("zero1", 4 * 50)
     assert [one.spec.longest for one in (much, little)] == [50, 50]
-    assert changed(spec, little.changes).largest_pass == (4, 50)
+    assert spec.with_fields(little.changes).largest_pass == (4, 50)
     sizes = {one.spec.largest_pass[0] for usable in (100, 9.5, 3) for one in found(usable, spec).best}
     assert sizes <= {2, 4, 8}
 

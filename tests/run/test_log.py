@@ -492,9 +492,9 @@ def test_rows_that_come_during_a_flush(run: RunDir, monkeypatch: pytest.MonkeyPa
     log.steps([record(1)])
     create = run.storage.create
 
-    def busy(name: str) -> Any:
+    def busy(name: str, *more: Any) -> Any:
         log.steps([record(2)])
-        return create(name)
+        return create(name, *more)
 
     with monkeypatch.context() as patched:
         patched.setattr(run.storage, "create", busy)

@@ -10,8 +10,8 @@ import pytest
 from raydist.errors import StorageError
 from raydist.run import telemetry_log
 from raydist.run.directory import SAMPLES, RunDir
-from raydist.run.telemetry_log import TelemetryLog, is_counter, read_samples, thin
-from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES
+from raydist.run.telemetry_log import TelemetryLog, read_samples, thin
+from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES, is_total
 
 
 def row(at: float, rank: int = 0, **values: Any) -> dict[str, Any]:
@@ -165,8 +165,8 @@ def test_a_damaged_segment_is_named(tmp_path: Path) -> None:
 
 
 def test_counters_say_so() -> None:
-    """`is_counter` is true for counters and false for other columns."""
-    counters = {name for name in COLUMNS if is_counter(name)}
+    """`is_total` is true for counters and false for other columns."""
+    counters = {name for name in COLUMNS if is_total(name)}
     ranks = {f"{op}_{what}" for op in OPS for what in ("count", "bytes", "wire_bytes", "seconds", "exposed_seconds")}
     assert ranks | {f"{phase}_seconds" for phase in PHASES} | {"nic_in_bytes", "cpu_seconds"} <= counters
     assert counters.isdisjoint({"rss_bytes", "memory_total_bytes", "gpu_memory_total_bytes", "load", "at", "step"})

@@ -40,8 +40,8 @@ class MicroBatches:
         spec = request.spec
         if spec.train.virtual_ranks is not None:  # the shapes of passes decide bits
             recomputes = request.run.exists() and recomputed(read_events(request.run))
-            full = spec.train.model_copy(update={"checkpoint_activations": "full"})
-            return replace(request, spec=spec.model_copy(update={"train": full})) if recomputes else request
+            full = spec.with_fields({"train.checkpoint_activations": "full"})
+            return replace(request, spec=full) if recomputes else request
         with self._lock:
             known = [self._most.get(_needs(spec)), earlier]
         if request.run.exists():
@@ -53,8 +53,7 @@ class MicroBatches:
         micro_batch = next(n for n in range(most, 0, -1) if spec.train.global_batch % n == 0)
         if micro_batch == spec.train.micro_batch:
             return request
-        train = spec.train.model_copy(update={"micro_batch": micro_batch})
-        return replace(request, spec=spec.model_copy(update={"train": train}))
+        return replace(request, spec=spec.with_fields({"train.micro_batch": micro_batch}))
 
     def learn(self, spec: JobSpec, size: int) -> None:
         """A trial with such a spec ran out of memory and continued with micro-batches of that size."""

@@ -111,8 +111,8 @@ class TrialSetup:
 
     def _fitted(self, job: JobSpec) -> JobSpec:
         """The job with a fixed number of workers, and no spares: a trial that grows would take another's workers."""
-        cluster = job.cluster.model_copy(update={"workers": self._asked(job).workers, "spares": 0})
-        return hub.local(job.model_copy(update={"cluster": cluster}), self._datasets.home)
+        fixed = job.with_fields({"cluster.workers": self._asked(job).workers, "cluster.spares": 0})
+        return hub.local(fixed, self._datasets.home)
 
 
 def _looked_at(job: JobSpec) -> str:

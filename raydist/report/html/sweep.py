@@ -19,7 +19,7 @@ from raydist.report.html.elements import Child, Markup, tag
 from raydist.report.html.page import cards, missing, page, section, table
 from raydist.report.sweep.analysis import is_number
 from raydist.report.sweep.base_values import marks
-from raydist.report.sweep.conclusions import BATCH, RATE, measured, named, value
+from raydist.report.sweep.conclusions import BATCH, RATE, measured, named, ranked, value
 from raydist.report.sweep.curves import Curve
 from raydist.spec.sweep.names import shortest
 
@@ -265,11 +265,7 @@ def _lineage(summary: Row) -> Markup:
 
 def _points(summary: Row, link: Callable[[str], Child]) -> list[Markup | None]:
     fields = list(dict.fromkeys(name for row in summary["points"] for name in row["parameters"]))
-    sign = _sign(summary)
-    best = sorted(
-        summary["points"],
-        key=lambda r: (r["status"] != "finished", r["objective"] is None, sign * (r["objective"] or 0.0)),
-    )
+    best = ranked(summary)
     columns = (
         "cell",
         *map(shortest, fields),

@@ -91,6 +91,15 @@ def named(parameters: Mapping[str, Any]) -> str:
     return ", ".join(f"{shortest(name)} {value(v)}" for name, v in parameters.items())
 
 
+def ranked(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The points of `results.tell`, the best first: those that have not finished, or have no objective, come last."""
+    sign = 1 if summary["objective"]["mode"] == "min" else -1
+    return sorted(
+        summary["points"],
+        key=lambda row: (row["status"] != "finished", row["objective"] is None, sign * (row["objective"] or 0.0)),
+    )
+
+
 def value(v: Any) -> str:
     """A parameter's value as text."""
     return f"{v:g}" if isinstance(v, float) else str(v)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from raydist.report import text
 from raydist.report.sweep.base_values import marks
-from raydist.report.sweep.conclusions import measured, value
+from raydist.report.sweep.conclusions import measured, ranked, value
 from raydist.report.sweep.forecast import RECKONED
 from raydist.report.sweep.results import flatten
 from raydist.spec.sweep.names import shortest
@@ -144,14 +144,9 @@ def _results(summary: dict[str, Any]) -> tuple[list[str], list[list[str]], list[
     ]
     amounts = _amounts(summary)
     heads += ["tokens>", "time>", *amounts.values(), "status", "run"]
-    sign = 1 if objective["mode"] == "min" else -1
     best = summary["best"]
-
-    def order(row: dict[str, Any]) -> tuple[bool, bool, float]:
-        return row["status"] != "finished", row["objective"] is None, sign * (row["objective"] or 0.0)
-
     rows, styles = [], []
-    for row in sorted(points, key=order):
+    for row in ranked(summary):
         marked = best is not None and row["point"] == points[best]["point"]
         spread = "-" if row["low"] is None else f"{measured(row['low'])} to {measured(row['high'])}"
         rows.append([

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from raydist import errors
-from raydist.errors import CheckpointError, RaydistError
+from raydist.errors import CheckpointError, RaydistError, error_facts, error_from
 from raydist.worker.comm.json_gather import broadcast_json, gather_json, gather_json_on_first
 
 
@@ -62,7 +61,7 @@ def on_first(
     answer = broadcast_json(answer, group)
     if "failed" in answer:
         rank, facts = answer["failed"]
-        raise RankFailure(rank, _error(facts))
+        raise RankFailure(rank, error_from(facts, CheckpointError))
     return answer["value"]
 
 
@@ -71,20 +70,11 @@ def none_failed(failure: BaseException | None, group: dist.ProcessGroup | None) 
     every = gather_json(None if failure is None else _facts(failure), group)
     for rank, facts in enumerate(every):
         if facts is not None:
-            raise RankFailure(rank, _error(facts))
+            raise RankFailure(rank, error_from(facts, CheckpointError))
 
 
 def _facts(error: BaseException) -> list[str]:
     """Class, message and hint."""
     if isinstance(error, RaydistError):
-        return [type(error).__name__, error.message, error.hint]
+        return error_facts(error)
     return ["CheckpointError", f"{type(error).__name__}: {error}", ""]
-
-
-def _error(facts: list[str]) -> RaydistError:
-    """The same error on another rank. A class that raydist.errors lacks, or that is no RaydistError, becomes a CheckpointError."""
-    name, message, hint = facts
-    known = getattr(errors, name, None)
-    if isinstance(known, type) and issubclass(known, RaydistError):
-        return known(message, hint)
-    return CheckpointError(message, hint)

@@ -26,6 +26,8 @@ from raydist.errors import (
     CheckpointTooNew,
     RaydistError,
     StorageError,
+    error_facts,
+    error_from,
 )
 from raydist.records import Event
 from raydist.redact import redact
@@ -152,20 +154,16 @@ def _encoded(found: tuple[Manifest, str] | CheckpointError | None) -> list[str] 
     """For `broadcast_json`."""
     if isinstance(found, tuple):
         return [found[1]]
-    return None if found is None else [type(found).__name__, found.message, found.hint]
+    return None if found is None else error_facts(found)
 
 
-def _decoded(sent: list[str] | None) -> Manifest | CheckpointError | None:
+def _decoded(sent: list[str] | None) -> Manifest | RaydistError | None:
     """The inverse of `_encoded`."""
     if sent is None:
         return None
     if len(sent) == 1:
         return Manifest.loads(sent[0].encode())
-    name, message, hint = sent
-    kinds: dict[str, type[CheckpointError]] = {
-        kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointTooNew, CheckpointNotFound)
-    }
-    return kinds.get(name, CheckpointError)(message, hint)
+    return error_from(sent, CheckpointError)
 
 
 def _place(run: RunDir, replicas: Sequence[str], where: int) -> RunDir:

@@ -47,8 +47,7 @@ def restored_model(run: RunDir, manifest: Manifest, spec: JobSpec, vocab_size: i
     options = spec.model.options
     if spec.model.name == "transformers" and isinstance(options.get("config"), dict):
         # The weights that the run started from are not read again: the checkpoint has all of them.
-        model_spec = spec.model.model_copy(update={"options": {**options, "weights": None}})
-        spec = spec.model_copy(update={"model": model_spec})
+        spec = spec.with_fields({"model.options": {**options, "weights": None}})
     model = build_model(spec, vocab_size)
     base: set[str] = set()
     if spec.model.lora is not None:

@@ -27,7 +27,7 @@ import xxhash
 from raydist.checkpoint.manifest import Chunk, FileEntry, TensorEntry, path
 from raydist.errors import CheckpointError
 from raydist.run.directory import RunDir
-from raydist.storage import Sink
+from raydist.sinks import Sink
 from raydist.worker.checkpoint.agreement import on_first, plain_errors
 from raydist.worker.checkpoint.commit import check_coverage
 from raydist.worker.checkpoint.save_plan import Part, aligned

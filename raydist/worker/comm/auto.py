@@ -56,12 +56,8 @@ class Way:
     def of(self, spec: JobSpec) -> JobSpec:
         """The job, sent this way."""
         comm = {"compress": self.compress, "topology": self.topology, "ring": self.ring, "max_loss_increase": 0.0}
-        return spec.model_copy(
-            update={
-                "comm": spec.comm.model_copy(update=comm),
-                "parallel": spec.parallel.model_copy(update={"bucket_mb": self.bucket_mb}),
-            }
-        )
+        sent = {f"comm.{name}": value for name, value in comm.items()}
+        return spec.with_fields({**sent, "parallel.bucket_mb": self.bucket_mb})
 
 
 @dataclass(frozen=True, slots=True)

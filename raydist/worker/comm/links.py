@@ -17,7 +17,7 @@ import torch.distributed as dist
 from raydist.worker.comm.buckets.model import AlphaBeta, fit
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
-from raydist.worker.metrics.device_clock import Marks
+from raydist.worker.metrics.device_clock import timed
 
 SIZES = (8, 2**10, 16 * 2**10, 256 * 2**10, 2 * 2**20, 8 * 2**20)
 _EACH_S, _MOST = 0.1, 100
@@ -151,13 +151,11 @@ def _there_and_back(rank: Rank, other: int, nbytes: int) -> float:
 
 
 def _trips(rank: Rank, other: int, buffer: torch.Tensor, count: int) -> list[float]:
-    marks = Marks(rank.device)
-    marks.mark()
-    for _ in range(count):
+    def trip() -> None:
         dist.send(buffer, other)
         dist.recv(buffer, other)
-        marks.mark()
-    return marks.seconds()
+
+    return timed(rank.device, trip, count)
 
 
 def _answer(rank: Rank, other: int, nbytes: int) -> None:

@@ -48,7 +48,7 @@ def settle(spec: JobSpec, rank: Rank, run: RunDir, say: Callable[[str], None]) -
         return spec
     chosen = measured(rank, run)
     say(f"comm.ring: {chosen.because}")
-    return spec.model_copy(update={"comm": comm.model_copy(update={"ring": chosen.order})})
+    return spec.with_fields({"comm.ring": chosen.order})
 
 
 def _no_ring(rank: Rank, order: Sequence[int] | None) -> UserError | None:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from raydist import faults
-from raydist.storage import Sink, Storage
+from raydist.sinks import Sink
+from raydist.storage import Storage
 
 _ERRORS = {
     "no_inodes": OSError(errno.ENOSPC, ""),

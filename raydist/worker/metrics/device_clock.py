@@ -6,6 +6,7 @@ Runs in: each train worker. Torch, never ray.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -33,3 +34,13 @@ class Marks:
             self._events[-1].synchronize()
             return [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:], strict=False)]
         return [b - a for a, b in zip(self._times, self._times[1:], strict=False)]
+
+
+def timed(device: torch.device, call: Callable[[], object], count: int = 1) -> list[float]:
+    """Seconds of each of `count` calls, one right after the other."""
+    marks = Marks(device)
+    marks.mark()
+    for _ in range(count):
+        call()
+        marks.mark()
+    return marks.seconds()

@@ -77,9 +77,8 @@ class ExpertParallel:
     def __init__(self, spec: JobSpec, mesh: Mesh, make: Callable[[JobSpec, Mesh], ParallelStrategy]) -> None:
         self._mesh = mesh
         name = spec.parallel.strategy
-        of_experts = spec.parallel.model_copy(update={"strategy": _FULL.get(name, name)})
         self._dense = make(spec, mesh)
-        self._experts = make(spec.model_copy(update={"parallel": of_experts}), mesh.experts)
+        self._experts = make(spec.with_fields({"parallel.strategy": _FULL.get(name, name)}), mesh.experts)
         self._both = (self._dense, self._experts)
         self.loss_factor = self._dense.loss_factor
 

@@ -155,13 +155,13 @@ def test_what_is_bad_is_not_copied(kit: Any, tmp_path: Path, monkeypatch: pytest
     flip(shard(one.run, 1))
     with pytest.raises(CheckpointCorrupt, match=r"shard-.*its bytes are not those that were written"):
         mirrors.copy(one.run, target, 1, manifest_of)
-    copy_shard = mirrors._copy_shard
+    copy_shard = mirrors.copy_shard
 
     def damaged(*arguments: Any) -> None:
         copy_shard(*arguments)
         flip(shard(target, 2))
 
-    monkeypatch.setattr(mirrors, "_copy_shard", damaged)
+    monkeypatch.setattr(mirrors, "copy_shard", damaged)
     with pytest.raises(StorageError, match=r"not as it was copied: .*second"):
         mirrors.copy(one.run, target, 2, name)
     assert target.committed() == []

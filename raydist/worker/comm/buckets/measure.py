@@ -21,7 +21,7 @@ from raydist.worker.comm import groups
 from raydist.worker.comm.buckets.model import AlphaBeta, Arrival, fit
 from raydist.worker.distributed import Rank
 from raydist.worker.mesh import Mesh
-from raydist.worker.metrics.device_clock import Marks
+from raydist.worker.metrics.device_clock import Marks, timed
 from raydist.worker.parallel import Example
 from raydist.worker.parallel.ddp import Strategy
 
@@ -55,13 +55,8 @@ def all_reduce_line(rank: Rank) -> AlphaBeta:
 
 
 def _all_reduces(rank: Rank, buffer: torch.Tensor, count: int) -> list[float]:
-    marks = Marks(rank.device)
     dist.barrier(group=rank.control)
-    marks.mark()
-    for _ in range(count):
-        dist.all_reduce(buffer)
-        marks.mark()
-    return marks.seconds()
+    return timed(rank.device, lambda: dist.all_reduce(buffer), count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +87,7 @@ def passes(
 def _passes(
     spec: JobSpec, rank: Rank, bucket_mb: float | None, build: Callable[[], nn.Module], example: Example
 ) -> Passes:
-    parallel = spec.parallel.model_copy(update={"bucket_mb": bucket_mb})
-    strategy = Strategy(spec.model_copy(update={"parallel": parallel}), Mesh(rank))
+    strategy = Strategy(spec.with_fields({"parallel.bucket_mb": bucket_mb}), Mesh(rank))
     model = build()
     strategy.wrap(model, example)
     model_transforms.prepare(model, spec.train)
