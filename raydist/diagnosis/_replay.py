@@ -192,17 +192,14 @@ def _describe(
     """What was looked at, and what cannot be told."""
     steps = sum(segment.rows.num_rows for segment in segments)
     attempts = sum(event.kind == "attempt_started" for event in events)
-    made.looked.append(
-        f"{steps:,} steps of {attempts} attempt{'s' if attempts != 1 else ''}, and {len(events):,} events"
-    )
+    made.looked.append(f"{_some(steps, 'step')} of {_some(attempts, 'attempt')}, and {_some(len(events), 'event')}")
     ranks = {(row["rank"], row["attempt"]) for row in rows if row["kind"] == "rank"}
     if rows:
         count = {kind: len({_subject(row) for row in rows if row["kind"] == kind}) for kind in ("node", "gpu")}
         seconds = rows[-1]["at"] - rows[0]["at"]
         many = len({rank for rank, _ in ranks})
-        made.looked.append(
-            f"{len(rows):,} readings of {many} ranks, {count['node']} nodes and {count['gpu']} GPUs over {seconds:,.0f} s"
-        )
+        who = f"{_some(many, 'rank')}, {_some(count['node'], 'node')} and {_some(count['gpu'], 'GPU')}"
+        made.looked.append(f"{_some(len(rows), 'reading')} of {who} over {seconds:,.0f} s")
     made.looked.append(f"{len(diagnosis.rules)} rules: {', '.join(rule.name for rule in diagnosis.rules)}")
     made.looked.append("errors that the GPU driver reports (XID, ECC)")
     needs = [rule.name for rule in diagnosis.rules if rule.columns or rule.long]
@@ -250,6 +247,10 @@ def _describe(
         )
     for rule, problem in diagnosis.problems.items():
         made.blind.append(f"{rule} has failed: {problem}")
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _subject(row: Mapping[str, Any]) -> Any:
