@@ -118,6 +118,8 @@ HICCUPS: list[Fault] = [
     SlowRank(rank=0, step=35, seconds=0.05, steps=2),
     # In which the save of step 18 ends: else that of 21 may not begin before the deadlock.
     SlowRank(rank=1, step=19, seconds=1.0),
+    # In which the monitor stores the earlier events, as it does every 2 s: a driver that is killed takes along what is not stored.
+    SlowRank(rank=0, step=58, seconds=4.0),
     ScaleGradient(step=24, factor=1.0),
     ScaleActivations(step=24, factor=1.0),
     LearningRate(step=25, factor=1.0),
