@@ -227,7 +227,7 @@ def test_another_world_size_trains_the_same_samples(
 ) -> None:
     """On 2 ranks to step 6, then on 1 or 3: every step has the samples of an uninterrupted run on 2, and losses within 1e-4
     relative (float32 sums in another order). Each strategy on 1 to 4 ranks, to the bit:
-    test_a_random_schedule_of_ranks."""
+    test_fifty_steps_on_a_random_schedule_of_ranks."""
     two = Run(ranks, dataset, tmp_path / "two", strategy, PLAIN)
     two.train()
     other = Run(ranks, dataset, tmp_path / "other", strategy, PLAIN)
@@ -243,7 +243,7 @@ def test_another_world_size_trains_the_same_samples(
 PARTS = {"train": {"virtual_ranks": 4, "micro_batch": 1}, "data": {"pack": True}}
 
 
-FIFTY, TWENTY, TWELVE = 50, 20, 12
+FIFTY, TWELVE = 50, 12
 
 
 def long(steps: int, parts: int) -> dict[str, Any]:
@@ -253,13 +253,13 @@ def long(steps: int, parts: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def of_one(ranks: Any, dataset: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Run]:
-    """of_one(steps, parts): so many steps on one rank."""
+def of_one(ranks: Any, dataset: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Run]:
+    """of_one(parts): FIFTY steps on one rank."""
 
     @functools.cache
-    def trained(steps: int, parts: int) -> Run:
-        run = Run(ranks, dataset, tmp_path_factory.mktemp("one"), "ddp", EXPERTS, long(steps, parts))
-        assert run.train(1, until=steps, faults=bad(steps)) == "finished"
+    def trained(parts: int) -> Run:
+        run = Run(ranks, dataset, tmp_path_factory.mktemp("fifty"), "ddp", EXPERTS, long(FIFTY, parts))
+        assert run.train(1, until=FIFTY, faults=bad(FIFTY)) == "finished"
         return run
 
     return trained
@@ -275,32 +275,30 @@ def bad_step(steps: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "parts", "steps"),
-    [(name, (4, 8)[i % 2], FIFTY if name == "zero3" else TWENTY) for i, name in enumerate(registry.names("parallel"))],
+    ("strategy", "parts"), [(name, (4, 8)[i % 2]) for i, name in enumerate(registry.names("parallel"))]
 )
-def test_a_random_schedule_of_ranks(
-    ranks: Any, dataset: str, tmp_path: Path, of_one: Callable[[int, int], Run], strategy: str, parts: int, steps: int
+def test_fifty_steps_on_a_random_schedule_of_ranks(
+    ranks: Any, dataset: str, tmp_path: Path, of_one: Callable[[int], Run], strategy: str, parts: int
 ) -> None:
     """On 1 to 4 ranks in a random order, each for a random number of steps, through bad numbers and a kill: the losses, norms,
-    evaluations, weights, optimizer state and moved expert biases of one rank, to the bit. Fifty steps of sharded parameters, twenty
-    of each other strategy. One or several virtual ranks on each of four; each strategy with other numbers of them:
-    tests/contracts/test_virtual_ranks.py."""
+    evaluations, weights, optimizer state and moved expert biases of one rank, to the bit. One or several virtual ranks on each of
+    four; each strategy with other numbers of them: tests/contracts/test_virtual_ranks.py."""
     draw = random.Random(f"{strategy} {parts}")
-    changing = Run(ranks, dataset, tmp_path, strategy, EXPERTS, long(steps, parts))
-    ends = [*sorted(draw.sample(range(2, steps - 4), 3)), steps]
+    changing = Run(ranks, dataset, tmp_path, strategy, EXPERTS, long(FIFTY, parts))
+    ends = [*sorted(draw.sample(range(2, FIFTY - 4), 3)), FIFTY]
     for world, end in zip(draw.sample(range(1, 5), 4), ends, strict=True):
-        assert changing.train(world, until=end, faults=bad(steps)) == ("finished" if end == steps else "paused")
+        assert changing.train(world, until=end, faults=bad(FIFTY)) == ("finished" if end == FIFTY else "paused")
         if end == ends[2]:
             kill = Kill(rank=1, step=end + 2, phase="update")
-            changing.die([kill.model_dump(mode="json"), *bad(steps)], guilty=1, world=draw.randint(2, 4), until=steps)
+            changing.die([kill.model_dump(mode="json"), *bad(FIFTY)], guilty=1, world=draw.randint(2, 4), until=FIFTY)
     assert {row["world_size"] for row in changing.rows()} == {1, 2, 3, 4}
-    assert [event["step"] for event in changing.told("non_finite")] == [bad_step(steps)]
-    assert_same(changing, of_one(steps, parts), steps)
+    assert [event["step"] for event in changing.told("non_finite")] == [bad_step(FIFTY)]
+    assert_same(changing, of_one(parts), FIFTY)
 
 
 @pytest.mark.parametrize(("axis", "parts"), [("tensor", 8), ("pipeline", 4), ("context", 4), ("expert", 8)])
 def test_virtual_ranks_have_the_same_bits_on_any_number_of_replicas(
-    ranks: Any, dataset: str, tmp_path: Path, of_one: Callable[[int, int], Run], axis: str, parts: int
+    ranks: Any, dataset: str, tmp_path: Path, of_one: Callable[[int], Run], axis: str, parts: int
 ) -> None:
     """On two ranks that share each layer, stage, sequence or expert, by ddp and undisturbed; and on one to three times as many in a
     random order, each time by another strategy from the checkpoint of the one before, through bad numbers and a kill. The samples
@@ -322,7 +320,7 @@ def test_virtual_ranks_have_the_same_bits_on_any_number_of_replicas(
     assert {row["world_size"] for row in changing.rows()} == set(sizes)
     assert [event["step"] for event in changing.told("non_finite")] == [bad_step(steps)]
     assert_same(changing, undisturbed, steps)
-    one = of_one(TWENTY, parts)
+    one = of_one(parts)
     assert [r["samples_hash"] for r in changing.rows()] == [r["samples_hash"] for r in one.rows()][:steps]
 
 
