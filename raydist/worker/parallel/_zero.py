@@ -263,6 +263,8 @@ class ZeroStrategy:
         """See `ParallelStrategy.updated`. Gathers the first units at once, the others during the forward pass."""
         for unit in self._units:
             unit.stale = True
+        for slot in self._gathering if self._units else []:
+            slot.wait()  # a gather that began before these weights did, and that no forward pass has taken
         for unit in self._units[:IN_FLIGHT]:
             self._gather(unit)
 
