@@ -55,15 +55,12 @@ class View(Protocol):
 
     def update(self, snapshot: dict[str, Any]) -> None:
         """The present state of the run: `RunMonitor.snapshot`."""
-        ...
 
     def event(self, event: Event) -> None:
         """An event of the run."""
-        ...
 
     def note(self, text: str) -> None:
         """A message to the user."""
-        ...
 
 
 class Supervisor:

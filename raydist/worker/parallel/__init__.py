@@ -64,7 +64,6 @@ class Example(Protocol):
 
     def __call__(self, module: nn.Module, samples: int = 1, part: bool = False) -> torch.Tensor:
         """The sum of their losses; if `module` is a part of the model that gives no loss, of its output."""
-        ...
 
 
 class Work(Protocol):
@@ -75,17 +74,14 @@ class Work(Protocol):
 
     def around(self, index: int) -> AbstractContextManager[Any]:
         """A context from before the forward pass of micro-batch `index` to after its backward pass. Several may be open."""
-        ...
 
     def forward(self, module: nn.Module, index: int, batch: MicroBatch, part: bool = False) -> torch.Tensor:
         """The loss of a micro-batch, summed over its tokens: a scalar. If `module` is a `part` of the model that gives no loss, its
         output."""
-        ...
 
     def backward(self, index: int, made: torch.Tensor | GradientEdge, grad: torch.Tensor | None = None) -> None:
         """Computes gradients of what `forward` made, in ascending order of `index` for each part of the model. Of an output of a
         part, which may be given as its place in the graph, `grad` is the gradient."""
-        ...
 
 
 def in_turn(strategy: ParallelStrategy, micro_batches: Sequence[MicroBatch], work: Work) -> None:
@@ -175,31 +171,24 @@ class ParallelStrategy(Protocol):
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
         """Moves the model to its device and distributes it. Raises GraphMismatch, which names parameters and ranks."""
-        ...
 
     def shards(self) -> Mapping[str, ParamShard]:
         """The parts that this rank's optimizer updates, by the names of the plain model's `named_parameters`, in their order."""
-        ...
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """A context around one micro-batch. In the `last` one of a step the gradients are reduced over all ranks, if not before."""
-        ...
 
     def finish_grads(self) -> None:
         """Called after the last backward of a step. After it every shard has its gradient, summed over the replicas."""
-        ...
 
     def scale_grads(self, factor: float) -> None:
         """Multiplies the gradients in place."""
-        ...
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
-        ...
 
     def updated(self) -> None:
         """Call it when shards have new values, from an update or a checkpoint: the next forward pass uses them on all ranks."""
-        ...
 
     def passes(self, micro_batches: Sequence[MicroBatch], work: Work) -> None:
         """Runs all passes of these micro-batches, in an order of the strategy's own. Every rank. Default: `in_turn`."""
@@ -225,11 +214,9 @@ class WithoutExample(ParallelStrategy, Protocol):
 
     def wrap(self, model: nn.Module, example: Example | None) -> nn.Module:
         """See `ParallelStrategy.wrap`. Without an example no forward pass is made, and the graph is not checked."""
-        ...
 
     def gather(self) -> None:
         """Returns once each rank has the newest values of all weights that it holds whole. A collective."""
-        ...
 
 
 _OPTIONAL = ("parts", "passes", "messages", "reducers", "reduces_together")

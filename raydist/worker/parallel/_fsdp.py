@@ -48,7 +48,7 @@ class FullyShardedStrategy(WithoutExample, ABC):
         self._copies: list[CompressedCopies] = []
         self._scatters: list[PartReduceScatter] = []
         self._between = False
-        """Whether FSDP2 is told of one copy only, and the sum over the copies follows in a hook."""
+        """Whether FSDP2 gets one copy only, and the sum over the copies follows in a hook."""
 
     @abstractmethod
     def devices(self) -> DeviceMesh:

@@ -5,7 +5,7 @@ Runs in: each train worker. Torch, never ray.
     rank 0   embedding, blocks 0-3  --activations-->  rank 1   blocks 4-7, norm, head, loss
                                     <---gradients---
 
-A stage is a module of its own, with the names of the plain model, and has a strategy of its own, which knows nothing of the others.
+A stage is a module of its own, with the names of the plain model, and has a strategy of its own, independent of the others.
 Passing activations changes no number: losses and gradients have the bits of the same micro-batches on one rank. The order of the
 passes is in worker/pipeline_schedule.py, how they are made in _pipeline_passes.py, the cut of a model in _stages.py. Stage s of a
 replica is on the replica's rank s modulo `pipeline`.
