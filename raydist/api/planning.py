@@ -132,13 +132,13 @@ def target(job: JobSpec, *, asked: bool, here: bool) -> tuple[Literal["cuda", "c
     if each != "auto":
         return ("cuda" if each > 0 else "cpu"), f"cluster.gpus_per_worker is {each:g}"
     if asked:
-        return "cuda", "an option asks for GPUs"
+        return "cuda", "an option sets GPUs"
     if job.precision.params == "fp16":
         return "cuda", "fp16 trains on GPUs only"
     return (
         ("cuda", "this machine has a GPU")
         if here
-        else ("cpu", "this machine has no GPU, and no option asks for one: see --gpus")
+        else ("cpu", "this machine has no GPU, and no option sets one: see --gpus")
     )
 
 

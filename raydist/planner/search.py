@@ -42,11 +42,9 @@ class Measured(Protocol):
 
     def model(self) -> Model:
         """As one rank of a tensor group has it."""
-        ...
 
     def measure(self, how: Pass) -> Activations:
         """One micro-batch of a stage."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

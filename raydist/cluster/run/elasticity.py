@@ -92,7 +92,7 @@ class Elasticity:
                 case Stop():
                     return chosen
                 case Proceed(_, True, _) if not self._slot.may_start():
-                    return NoRoom("there is no room for its workers beside those of others")
+                    return NoRoom("the cluster has no free resources for this run's workers")
                 case Proceed(workers, new_group, because):
                     if workers != self.workers and self.workers:
                         self._monitor.say("decision", action="resize", workers=workers, because=because)

@@ -308,12 +308,6 @@ class _Call:
         self._finish(piece.body(values))
 
 
-def reducers_of(strategy: object) -> list[Reducer]:
-    """Those of a strategy, once it has wrapped the model."""
-    own: Callable[[], list[Reducer]] = getattr(strategy, "reducers", list)
-    return own()
-
-
 def disagreement(every: Sequence[object], ranks: Sequence[int]) -> UserError | None:
     """The error if ranks would send different things. `every`: what each of `ranks` has described."""
     odd = [rank for rank, theirs in zip(ranks, every, strict=True) if theirs != every[0]]
