@@ -37,7 +37,7 @@ def dashboard(
     """
     import asyncio
 
-    from raydist.dashboard.access import Door
+    from raydist.dashboard.access import AccessPolicy
     from raydist.dashboard.announced import announced
     from raydist.dashboard.server import listener, serve
     from raydist.errors import UsageError
@@ -51,11 +51,11 @@ def dashboard(
             what = "is no folder" if home.exists() else "does not exist"
             raise UsageError(f"storage {home.uri} ({choice.because}) {what}", "name a folder or URI that holds runs")
     with listener(host, port) as listening:
-        door = Door(host, listening.getsockname()[1], acts=allow_actions)
+        access = AccessPolicy(host, listening.getsockname()[1], acts=allow_actions)
 
         def ready() -> None:
-            print(door.url(), flush=True)
+            print(access.url(), flush=True)
             print("open this address in a browser; Ctrl-C ends the server", file=sys.stderr)
 
-        with announced(homes, door.address):
-            asyncio.run(serve(homes, listening, door, ready))
+        with announced(homes, access.address):
+            asyncio.run(serve(homes, listening, access, ready))
