@@ -23,7 +23,7 @@ is pure: it uses the window only. A false finding is worse than a late one.
 from __future__ import annotations
 
 from raydist.diagnosis._before import Facts, Former, check_job
-from raydist.diagnosis._engine import Diagnosis, Rule, rules
+from raydist.diagnosis._engine import Diagnosis, DiagnosticRule, rules
 from raydist.diagnosis._history import BINS, History, Lows
 from raydist.diagnosis._replay import Examination, examine
 from raydist.diagnosis._sizes import sizes
@@ -37,12 +37,12 @@ __all__ = [
     "OF_RANKS",
     "Candidate",
     "Diagnosis",
+    "DiagnosticRule",
     "Examination",
     "Facts",
     "Former",
     "History",
     "Lows",
-    "Rule",
     "Window",
     "check_job",
     "examine",

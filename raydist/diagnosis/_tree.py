@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from raydist.diagnosis._engine import Rule
+from raydist.diagnosis._engine import DiagnosticRule
 from raydist.diagnosis._symptoms import COMMON, SYMPTOMS
 
 
-def tree(rules: Iterable[Rule]) -> str:
+def tree(rules: Iterable[DiagnosticRule]) -> str:
     """Symptoms with several causes first, then the rules that are alone."""
     return "\n".join(_lines(list(rules)))
 
 
-def _lines(rules: list[Rule]) -> Iterator[str]:
+def _lines(rules: list[DiagnosticRule]) -> Iterator[str]:
     for symptom, (question, limits) in SYMPTOMS.items():
         causes = [rule for rule in rules if rule.symptom == symptom]
         yield f"Is this so: {question}? ({symptom})"
@@ -33,14 +33,14 @@ def _lines(rules: list[Rule]) -> Iterator[str]:
     yield "    looks at: gpu_xid, gpu_xid_count and gpu_ecc_errors; each error is reported when it occurs"
 
 
-def _rule(rule: Rule, indent: str) -> Iterator[str]:
+def _rule(rule: DiagnosticRule, indent: str) -> Iterator[str]:
     yield f"{indent}- {rule.name}: {rule.cause}"
     yield f"{indent}    looks at: {rule.looks}"
     for name, (value, _) in rule.thresholds.items():
         yield f"{indent}    {name}: {value}"
 
 
-def thresholds(rules: Iterable[Rule]) -> list[tuple[str, str, str, str]]:
+def thresholds(rules: Iterable[DiagnosticRule]) -> list[tuple[str, str, str, str]]:
     """(rule, limit, value, source) of every threshold, for docs/reference/thresholds.md."""
     common = [("all of slow_compute, slow_data", name, value, source) for name, (value, source) in COMMON.items()]
     own = [(rule.name, name, value, source) for rule in rules for name, (value, source) in rule.thresholds.items()]

@@ -115,7 +115,7 @@ def lines(
         "behind": [_series(one, (low, high)) for one in behind],
         "marks": [_mark(one) for one in marks if low <= one.x <= high],
     }
-    words = [about or title, *(_told(one, across.name) for one in series)]
+    words = [about or title, *(_described(one, across.name) for one in series)]
     return _figure(title, unit, HEIGHT, data, ". ".join(words))
 
 
@@ -247,7 +247,7 @@ def _number(value: float, digits: int = _DIGITS) -> int | float | None:
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
 
 
-def _told(series: Series, x_name: str) -> str:
+def _described(series: Series, x_name: str) -> str:
     """A line in words."""
     known = np.isfinite(series.y)
     x, y = series.x[known], series.y[known]

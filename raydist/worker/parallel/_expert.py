@@ -129,10 +129,10 @@ class ExpertParallel(ParallelStrategy):
         return self._dense.on_final
 
     @on_final.setter
-    def on_final(self, told: Callable[[Sequence[Tensor]], None] | None) -> None:
+    def on_final(self, callback: Callable[[Sequence[Tensor]], None] | None) -> None:
         """Sets it for both strategies."""
         for strategy in self._both:
-            strategy.on_final = told
+            strategy.on_final = callback
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:

@@ -60,7 +60,7 @@ class Pipeline(ParallelStrategy):
         self.stages: list[Stage] = []
         self.loss_factor = self._strategies[0].loss_factor
         self.in_flight = 0
-        self._told: list[tuple[dist.Work, Tensor]] = []
+        self._sent_shapes: list[tuple[dist.Work, Tensor]] = []
         self.most_sends = most_sends(mesh.pipeline, self._chunks)
         self._on_final: Callable[[Sequence[Tensor]], None] | None = None
         self._tied: dict[tuple[int, ...], list[str]] = {}
@@ -138,7 +138,7 @@ class Pipeline(ParallelStrategy):
                 self._tie_groups[ranks] = group
         for stage in self.stages:
             stage.strategy.wrap(stage.module, _ExampleOfStage(self, stage, example))
-        for sent, _ in self._told:
+        for sent, _ in self._sent_shapes:
             sent.wait()
         if isinstance(model, Stages):
             model.refresh()
@@ -182,13 +182,13 @@ class Pipeline(ParallelStrategy):
         return self._on_final
 
     @on_final.setter
-    def on_final(self, told: Callable[[Sequence[Tensor]], None] | None) -> None:
+    def on_final(self, callback: Callable[[Sequence[Tensor]], None] | None) -> None:
         """Sets it for every stage."""
         shards = self.shards()
         tied = {id(shards[name].local) for names in self._tied.values() for name in names if name in shards}
-        self._on_final = told
-        if told is not None and tied:
-            self._on_final = lambda parameters: told([p for p in parameters if id(p) not in tied])
+        self._on_final = callback
+        if callback is not None and tied:
+            self._on_final = lambda parameters: callback([p for p in parameters if id(p) not in tied])
         for stage in self.stages:
             stage.strategy.on_final = self._on_final
 
@@ -250,9 +250,9 @@ class _ExampleOfStage:
         hidden = None
         if stage.number:
             if stage.entry is None:
-                told = torch.empty(8, dtype=torch.int64)
-                dist.recv(told, pipeline._links.peer(stage.number - 1), group=control, tag=_SHAPE_TAG)
-                code, ndim, *sizes = told.tolist()
+                head = torch.empty(8, dtype=torch.int64)
+                dist.recv(head, pipeline._links.peer(stage.number - 1), group=control, tag=_SHAPE_TAG)
+                code, ndim, *sizes = head.tolist()
                 stage.entry = tuple(sizes[:ndim]), _DTYPES[code]
             shape, dtype = stage.entry
             hidden = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
@@ -264,12 +264,12 @@ class _ExampleOfStage:
         if not last and stage.exit is None:
             out = _checked(stage.number, bound.out)
             stage.exit = tuple(out.shape[1:]), out.dtype
-            told = torch.zeros(8, dtype=torch.int64)
-            told[: 1 + out.ndim] = torch.tensor([_DTYPES.index(out.dtype), out.ndim - 1, *out.shape[1:]])
+            head = torch.zeros(8, dtype=torch.int64)
+            head[: 1 + out.ndim] = torch.tensor([_DTYPES.index(out.dtype), out.ndim - 1, *out.shape[1:]])
             # Not awaited here: a rank whose next stage this is may have to wrap the one before it first, together with this rank.
-            sent = dist.isend(told, pipeline._links.peer(stage.number + 1), group=control, tag=_SHAPE_TAG)
+            sent = dist.isend(head, pipeline._links.peer(stage.number + 1), group=control, tag=_SHAPE_TAG)
             assert sent is not None
-            pipeline._told.append((sent, told))
+            pipeline._sent_shapes.append((sent, head))
         return made
 
 

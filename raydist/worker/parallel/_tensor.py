@@ -115,10 +115,10 @@ class TensorParallel:
         self._shards = shards
         self.partial = frozenset(name for name in shards if name not in self.cuts and name not in complete)
 
-    def final(self, told: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
-        """For `strategy.on_final`: `told` without the parameters whose gradients are not summed over the tensor group yet."""
+    def final(self, callback: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
+        """For `strategy.on_final`: `callback` without the parameters whose gradients are not summed over the tensor group yet."""
         own = {id(self._shards[name].local) for name in self.partial}
-        return lambda parameters: told([p for p in parameters if id(p) not in own])
+        return lambda parameters: callback([p for p in parameters if id(p) not in own])
 
     def sum_gradients(self) -> None:
         """Adds up the ranks' parts of the gradients of `partial`. Once a step, when the strategy has summed them over `data`."""

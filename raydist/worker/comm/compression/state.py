@@ -56,7 +56,7 @@ class Compression(StepHook):
         self._elsewhere: set[str] = set()
         every = gather_json([[[*reducer.ranks], reducer.described()] for reducer in reducers], rank.control)
         for peers in {tuple(ranks) for of_rank in every for ranks, _ in of_rank}:
-            those = [[told for ranks, told in every[peer] if ranks == [*peers]] for peer in peers]
+            those = [[what for ranks, what in every[peer] if ranks == [*peers]] for peer in peers]
             if (error := disagreement(those, peers)) is not None:
                 raise error
         self._elsewhere = self._held_before(every)
