@@ -61,7 +61,6 @@ from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 from raydist.worker.build import build_strategy, replica
 from raydist.worker.comm import auto, gloo_p2p
-from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import Compression
 from raydist.worker.comm.outer.hook import Outer
 from raydist.worker.comm.tree import Tree
@@ -148,7 +147,7 @@ class Trained:
         self.strategy.wrap(made, example)
         shards = self.strategy.shards()
         self.precision = Precision(spec.precision, rank.device)
-        reducers = reducers_of(self.strategy)
+        reducers = self.strategy.reducers()
         hooks: list[StepHook] = [Compression(reducers, self.precision, self.rank)] if spec.comm.compresses else []
         self.outer = Outer(spec.comm, apart, shards, steps) if apart else None
         hooks += [self.outer] if self.outer else []

@@ -32,8 +32,8 @@ def dashboard(
 ) -> None:
     """Serve live pages of runs and sweeps to your browser, from their folders alone, until Ctrl-C.
 
-    Prints the address to open; whoever has it can see the runs, so do not share it. Changes nothing, but for what --allow-actions
-    lets them ask runs for.
+    Prints the URL to open. Anyone with this URL can see the runs, so do not share it. Changes nothing, except for the requests that
+    --allow-actions allows.
     """
     import asyncio
 

@@ -38,7 +38,7 @@ def beside(run: RunDir, note: Callable[[str], None]) -> Iterator[None]:
     try:
         process = _start(run, note)
     except OSError as error:
-        note(f"raydist: no dashboard: {error.strerror or error}; training goes on without it")
+        note(f"raydist: no dashboard: {error.strerror or error}; training continues without it")
         yield
         return
     try:
@@ -87,7 +87,7 @@ def _start(run: RunDir, note: Callable[[str], None]) -> subprocess.Popen[bytes]:
             process.stdin.write(json.dumps(asked).encode() + b"\n")
             process.stdin.flush()
     page = f"/run/0/{quote(run.name, safe='')}"
-    note(f"raydist: its live page, for whoever has this address: {door.url(page)}")
+    note(f"raydist: its live page, for anyone with this URL: {door.url(page)}")
     return process
 
 

@@ -48,7 +48,7 @@ LONGEST = 4000
 STREAMS = 400
 """Number of browsers' tabs that are followed; one more is refused, and tries again."""
 SLOW_S = 60
-"""A client that has neither sent a whole request nor taken anything of its answer for this long is given up."""
+"""A client that has neither sent a whole request nor received any of its answer for this long is disconnected."""
 _CSV_ROWS = 1 << 14
 T = TypeVar("T")
 

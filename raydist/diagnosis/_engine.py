@@ -61,7 +61,7 @@ def rules() -> list[Rule]:
                 symptom=getattr(module, "SYMPTOM", name),
                 cause=module.CAUSE,
                 looks=module.LOOKS,
-                thresholds=module.THRESHOLDS,
+                thresholds=getattr(module, "THRESHOLDS", {}),
                 columns=tuple(getattr(module, "COLUMNS", ())),
                 long=tuple(getattr(module, "LONG", ())),
                 once=getattr(module, "ONCE", False),
@@ -220,7 +220,7 @@ class Diagnosis:
                 yield replace(told.finding, state="over")
 
     def _best(self, those: list[Candidate]) -> Finding:
-        """The candidate that explains most, with the others and what speaks against them."""
+        """The candidate that explains most, with the others and the evidence against them."""
         ranked = sorted(those, key=lambda one: -one.explains)
         best, rest = ranked[0], ranked[1:]
         second = rest[0].explains if rest else 0.0

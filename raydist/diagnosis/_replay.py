@@ -238,8 +238,8 @@ def _describe(
         made.blind.append(f"{steps} steps are too few to judge the loss; it takes {2 * BEFORE + 1}")
     if (spec.get("observe") or {}).get("histograms"):
         made.blind.append(
-            "layer_gradients and layer_activations are judged while a run trains: histograms are not kept; what was told then is "
-            "listed"
+            "layer_gradients and layer_activations are judged while a run trains: histograms are not kept; what was reported "
+            "then is listed"
         )
     if left_out is not None:
         made.blind.append(

@@ -21,7 +21,8 @@ def _lines(rules: list[Rule]) -> Iterator[str]:
         causes = [rule for rule in rules if rule.symptom == symptom]
         yield f"Is this so: {question}? ({symptom})"
         yield f"    it is, if {limits}"
-        yield "    Which of its causes explains most of it? The best is told, the others with what speaks against them:"
+        yield "    Which of its causes explains most of it? The best explanation is reported; the others are listed with the"
+        yield "    evidence against them:"
         for rule in causes:
             yield from _rule(rule, "    ")
     yield "And, each alone:"
@@ -29,7 +30,7 @@ def _lines(rules: list[Rule]) -> Iterator[str]:
         if rule.symptom not in SYMPTOMS:
             yield from _rule(rule, "")
     yield "- gpu_errors: the GPU driver reports an XID or an uncorrectable memory error"
-    yield "    looks at: gpu_xid, gpu_xid_count and gpu_ecc_errors; each error is told when it occurs"
+    yield "    looks at: gpu_xid, gpu_xid_count and gpu_ecc_errors; each error is reported when it occurs"
 
 
 def _rule(rule: Rule, indent: str) -> Iterator[str]:

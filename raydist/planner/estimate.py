@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from raydist.extension_plans import StrategyPlan, optimizer_plan
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak
+from raydist.planner.links import experts_share, group_share, replicas_network, stages_share
 from raydist.planner.pipeline import StageBytes, heaviest_moment
 from raydist.planner.shares import BYTES, FP32, plan_of, replicas, shard_of, units
 from raydist.planner.traffic import ddp_bucket, outer_sent, tensor_traffic, traffic
@@ -93,8 +94,13 @@ def estimates(strategy: str, spec: JobSpec, machine: Machine, model: Model, meas
             held.append(StageBytes(passes[n], moments, entered, buffers, stays))
         moment = heaviest_moment(rank, ranks, count, held)
         made = _estimate(strategy, spec, machine, [(model.stages[n].model, passes[n]) for n in own], moment)
-        sent = count * sum(passes[n].passed_on + (passes[n - 1].passed_on if n else 0) for n in own)
-        found.append(replace(made, pipeline_sent=sent + _tied(strategy, spec, machine, model, own)))
+        tied = _tied(strategy, spec, machine, model, own)
+        ways = [(passes[n].passed_on, n + 1) for n in own] + [(passes[n - 1].passed_on, n - 1) for n in own if n]
+        shares = [stages_share(spec, machine, rank, to % ranks) for _, to in ways]
+        network = count * sum(size * share for (size, _), share in zip(ways, shares, strict=True))
+        network += tied * stages_share(spec, machine, 0, ranks - 1)
+        sent = count * sum(size for size, _ in ways) + tied
+        found.append(replace(made, pipeline_sent=sent, network=made.network + round(network)))
     return (*found,)
 
 
@@ -133,6 +139,10 @@ def _estimate(
         elif spec.offload.optimizer != "none":
             # The host computes the update, so weights and gradients are there, too: all of them, or a few chunks.
             host, optimizer = optimizer + min(2 * updated, optimizer), 0
+    exchanged = spec.batches(machine.ranks)[1] * sum(passes.exchanged for _, passes in stages)
+    tensor_sent = sum(tensor_traffic(strategy, spec, machine, model, passes) for model, passes in stages)
+    network = sum(replicas_network(strategy, spec, machine, model) for model, _ in stages)
+    network += tensor_sent * group_share(spec, machine) + exchanged * experts_share(spec, machine)
     return Estimate(
         strategy=strategy,
         shard=shard,
@@ -148,9 +158,10 @@ def _estimate(
         host=host,
         disk=disk,
         copy=sum(_copy("parameters" in sharded, spec, machine, model, shard) for model, _ in stages),
-        exchanged=spec.batches(machine.ranks)[1] * sum(passes.exchanged for _, passes in stages),
+        exchanged=exchanged,
         sent=sum(sum(astuple(traffic(strategy, spec, machine, model))) for model, _ in stages),
-        tensor_sent=sum(tensor_traffic(strategy, spec, machine, model, passes) for model, passes in stages),
+        tensor_sent=tensor_sent,
+        network=round(network),
     )
 
 

@@ -5,6 +5,7 @@ Runs anywhere. Plain python: no torch, no ray. Strategies may count their own, i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from raydist.extension_plans import StrategyPlan, buckets, compressor_plan
@@ -22,15 +23,24 @@ _FIRST_BUCKET = 2**20  # dist._DEFAULT_FIRST_BUCKET_BYTES
 def traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> Traffic:
     """Bytes that one rank sends to other replicas in one step, by ring algorithms, without the few bytes of the norm and the
     loss. With comm.every on average: what an outer step sends, divided by the steps."""
+    made = Traffic(0, 0, 0)
+    for one, _, _ in traffic_of_parts(strategy, spec, machine, model):
+        made = Traffic(made.gathers + one.gathers, made.sums + one.sums, made.across + one.across)
+    return made
+
+
+def traffic_of_parts(
+    strategy: str, spec: JobSpec, machine: Machine, model: Model
+) -> Iterator[tuple[Traffic, int, int]]:
+    """The same of experts on several ranks and of all other parameters, each with the ranks that hold them, and the number of these
+    that hold one copy of the sharded state."""
     ranks, shard = replicas(spec, machine), shard_of(strategy, spec, machine)
     plan = plan_of(strategy)
     if plan.traffic is not None and ranks > 1:
-        return Traffic(*plan.traffic(spec, machine, model))
-    made = Traffic(0, 0, 0)
+        yield Traffic(*plan.traffic(spec, machine, model)), ranks, shard
+        return
     for (part, over), (_, over_shard) in zip(model.by_replicas(ranks), model.by_replicas(shard), strict=True):
-        one = _traffic(plan, spec, machine, part, over, over_shard)
-        made = Traffic(made.gathers + one.gathers, made.sums + one.sums, made.across + one.across)
-    return made
+        yield _traffic(plan, spec, machine, part, over, over_shard), over, over_shard
 
 
 def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, ranks: int, shard: int) -> Traffic:

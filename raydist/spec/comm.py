@@ -255,7 +255,7 @@ def _local_steps_fit(spec: JobSpec) -> None:
         if (place := getattr(spec.offload, field)) != "none":
             raise problem("comm.every", every, f"does not go with offload.{field}: {place}: outer steps change weights "
                           "that are on the device", f"leave one of them out, or set offload.{field}: none")  # fmt: skip
-    shard = parallel.shard or 1 if parallel.strategy == "hsdp" else 1
-    if spec.cluster.most // parallel.replica // shard < 2:
+    replicas = spec.cluster.most // parallel.replica
+    if replicas // (plan.group(spec, replicas, 1) if plan.group is not None else 1) < 2:
         raise problem("comm.every", every, "needs two replicas or more, and cluster.workers: "
                       f"{spec.cluster.most} makes one", "take more workers, or leave comm.every out")  # fmt: skip

@@ -25,7 +25,6 @@ from raydist.spec import JobSpec, load
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.comm import compressors
-from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import NAME
 from raydist.worker.comm.compressors import Rows, Sums
 from raydist.worker.comm.json_gather import gather_json
@@ -83,7 +82,7 @@ def stepped(rank: Rank, variant: str, names: Sequence[str], **more: Any) -> Any:
             for n, t in trainer.compression.state_tensors().items()
             if n[0] == "l"
         }
-        (reducer,) = reducers_of(trainer.strategy)
+        (reducer,) = trainer.strategy.reducers()
         pieces = [(list(p.shapes), p.packed, p.size) for p in reducer.pieces]
         found[name] = steps, left, pieces, trainer.compression.last
     return found

@@ -32,7 +32,6 @@ from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.collective_counters import CollectiveCounters
 from raydist.worker.metrics.memory import Held
 from raydist.worker.optim import optimizers
-from raydist.worker.parallel import run_passes
 from raydist.worker.parallel._model_graph import parts_of
 from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._split import split_layers
@@ -117,7 +116,7 @@ class OneStep:
 
     def __call__(self) -> None:
         """The passes of a step and an update. `looked` is called after each backward pass, and before the update."""
-        run_passes(self.strategy, self.batches, self)
+        self.strategy.passes(self.batches, self)
         self.strategy.finish_grads()
         if self.split is not None:
             self.split.sum_gradients()

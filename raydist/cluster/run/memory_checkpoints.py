@@ -106,7 +106,7 @@ class MemoryCheckpoints:
         return fresh
 
     def _link(self) -> None:
-        """Tells each memory store its buddy and ranks, if they are not what it knows."""
+        """Tells each memory store its buddy and ranks, if they have changed."""
         with self._lock:
             for node in self._links:
                 if link := self._news(node):
@@ -131,7 +131,7 @@ class MemoryCheckpoints:
                 self._link()
 
     def _restarted(self) -> None:
-        """Forgets what was told to memory stores that were killed."""
+        """Drops the links that killed memory stores had received."""
         import ray
 
         with self._lock:

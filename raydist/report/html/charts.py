@@ -240,7 +240,7 @@ def _mark(mark: Mark) -> list[Any]:
 
 
 def _number(value: float, digits: int = _DIGITS) -> int | float | None:
-    """As it is written: without digits that nobody reads. None if it is not finite."""
+    """As it is written: without superfluous digits. None if it is not finite."""
     if not np.isfinite(value):
         return None
     rounded = float(f"{value:.{digits}g}")

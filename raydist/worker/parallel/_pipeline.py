@@ -5,7 +5,7 @@ Runs in: each train worker. Torch, never ray.
     rank 0   embedding, blocks 0-3  --activations-->  rank 1   blocks 4-7, norm, head, loss
                                     <---gradients---
 
-A stage is a module of its own, with the names of the plain model, and has a strategy of its own, which knows nothing of the others.
+A stage is a module of its own, with the names of the plain model, and has a strategy of its own, independent of the others.
 Passing activations changes no number: losses and gradients have the bits of the same micro-batches on one rank. The order of the
 passes is in worker/pipeline_schedule.py, how they are made in _pipeline_passes.py, the cut of a model in _stages.py. Stage s of a
 replica is on the replica's rank s modulo `pipeline`.
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
 from raydist.spec import JobSpec
-from raydist.worker.comm.compression.reducer import Reducer, reducers_of
+from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.comm.groups import another
 from raydist.worker.comm.tree import sum_flat
 from raydist.worker.mesh import Mesh
@@ -42,7 +42,7 @@ _SHAPE_TAG = 8
 """Beyond the ways of transfers."""
 
 
-class Pipeline:
+class Pipeline(ParallelStrategy):
     """The strategy of a pipeline: one strategy a stage, and the order of their passes. See `ParallelStrategy`.
 
     `cut` comes before `wrap`, and sets `cuts`. `in_flight`: the most micro-batches that were between their passes, of all stages of
@@ -164,18 +164,17 @@ class Pipeline:
     @property
     def parts(self) -> Parts | None:
         """See `ParallelStrategy`."""
-        return getattr(self._strategies[0], "parts", None)
+        return self._strategies[0].parts
 
     @parts.setter
-    def parts(self, parts: Parts) -> None:
+    def parts(self, parts: Parts | None) -> None:
         """Sets them for every stage, before `cut`."""
         for strategy in self._strategies:
-            strategy.parts = parts  # type: ignore[attr-defined]
+            strategy.parts = parts
 
     def reduces_together(self) -> int:
         """See `ParallelStrategy`."""
-        together: int = self._strategies[0].reduces_together()  # type: ignore[attr-defined]
-        return together
+        return self._strategies[0].reduces_together()
 
     @property
     def on_final(self) -> Callable[[Sequence[Tensor]], None] | None:
@@ -229,11 +228,11 @@ class Pipeline:
 
     def reducers(self) -> list[Reducer]:
         """See `ParallelStrategy`: those of the stages."""
-        return [r for stage in self.stages for r in reducers_of(stage.strategy)]
+        return [r for stage in self.stages for r in stage.strategy.reducers()]
 
     def messages(self) -> list[tuple[str, int, str]]:
         """For traces: the collectives of the stages, the last one's first, as backward does."""
-        return [m for stage in reversed(self.stages) for m in getattr(stage.strategy, "messages", list)()]
+        return [m for stage in reversed(self.stages) for m in stage.strategy.messages()]
 
 
 class _ExampleOfStage:

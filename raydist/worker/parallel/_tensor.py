@@ -16,8 +16,8 @@ What is split, and where, is written in the model: `tensor_rules`, the name of a
     vocabulary   an Embedding or a Linear with its own part of the vocabulary: the first and the last layer
 
 All other parameters are whole on every rank, and each rank's gradient of them is a part of the sum: of its tokens, or its heads.
-`sum_gradients` adds these up, in one all-reduce. The strategy splits what a rank has along `data`, and knows nothing
-of this file.
+`sum_gradients` adds these up, in one all-reduce. The strategy splits what a rank has along `data`, independently of
+this file.
 """
 
 from __future__ import annotations

@@ -310,12 +310,6 @@ class _Call:
         self._finish(piece.body(values))
 
 
-def reducers_of(strategy: object) -> list[Reducer]:
-    """Those of a strategy, once it has wrapped the model."""
-    own: Callable[[], list[Reducer]] = getattr(strategy, "reducers", list)
-    return own()
-
-
 def agreed(own: Sequence[Sequence[Any]], control: dist.ProcessGroup | None) -> list[list[Any]]:
     """`own` of every rank: (ranks of a group, what this rank would send there) for each of its groups, as plain values. Raises
     UserError, on every rank, if the ranks of a group would send different things. A collective of all ranks."""
