@@ -27,6 +27,8 @@ all-gather of zero1 and zero2 (raydist/worker/comm/gloo_p2p.py). Asked: 0.9 at 1
 
 With `--loss STEPS` it trains instead, on Python's standard library, and gives the loss on held-out text after as many steps of
 equal tokens, for three seeds of each variant.
+
+Figures of cases and variants that a run leaves out stay in the file. A variant's ratio is over the baseline of its own run.
 """
 
 from __future__ import annotations
@@ -349,4 +351,5 @@ if __name__ == "__main__":
                 for variant, figures in result[key].items():
                     print(f"{key}: {variant}: {figures}", flush=True)
     name = "communication_busbw" if options.busbw else "communication_loss" if options.loss else "communication"
-    print(write(name, {"rounds": options.rounds, **result}))
+    taken = {"steps": options.loss} if options.loss else {"rounds": dict.fromkeys(options.rates, options.rounds)}
+    print(write(name, {**taken, **result}, merge=True))

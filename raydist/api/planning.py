@@ -190,9 +190,8 @@ def tell(
     source: str, job: JobSpec, machine: Machine, because: str, model: Model, attention: str, advice: Advice
 ) -> dict[str, Any]:
     """The plan as plain values, as --json prints it. docs/how-to/plan.md lists the keys."""
-    from raydist.planner.shares import batches
 
-    micro, count = batches(job, machine.ranks)
+    micro, count = job.batches(machine.ranks)
     pick = advice.pick
     return {
         "v": 1,

@@ -22,8 +22,9 @@ from raydist.extension_plans import StrategyPlan, optimizer_plan
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak
 from raydist.planner.links import experts_share, group_share, replicas_network, stages_share
 from raydist.planner.pipeline import StageBytes, heaviest_moment
-from raydist.planner.shares import BYTES, FP32, batches, plan_of, replicas, shard_of, units
-from raydist.planner.traffic import ddp_bucket, outer_sent, sent_bytes, tensor_traffic, traffic
+from raydist.planner.shares import BYTES, FP32, plan_of, replicas, shard_of, units
+from raydist.planner.traffic import ddp_bucket, outer_sent, tensor_traffic, traffic
+from raydist.spec.comm import sent_bytes
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec, OptimSpec
@@ -63,7 +64,7 @@ def measured_pass(strategy: str, spec: JobSpec, machine: Machine) -> Pass:
     """The pass to measure for a strategy."""
     sharded = plan_of(strategy).sharded if replicas(spec, machine) > 1 else ()
     cast = "parameters" in sharded and spec.precision.params != "fp32"
-    return Pass(batches(spec, machine.ranks)[0], spec.train.checkpoint_activations, cast, hold="gradients" in sharded)
+    return Pass(spec.batches(machine.ranks)[0], spec.train.checkpoint_activations, cast, hold="gradients" in sharded)
 
 
 def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations) -> Estimate:
@@ -80,7 +81,7 @@ def estimates(strategy: str, spec: JobSpec, machine: Machine, model: Model, meas
     passes = measured(strategy, spec, machine, model, measure)
     if not model.stages:
         return (estimate(strategy, spec, machine, model, passes[0]),)
-    ranks, count = spec.parallel.pipeline, batches(spec, machine.ranks)[1]
+    ranks, count = spec.parallel.pipeline, spec.batches(machine.ranks)[1]
     found = []
     for rank in range(ranks):
         own = range(rank, len(model.stages), ranks)
@@ -138,7 +139,7 @@ def _estimate(
         elif spec.offload.optimizer != "none":
             # The host computes the update, so weights and gradients are there, too: all of them, or a few chunks.
             host, optimizer = optimizer + min(2 * updated, optimizer), 0
-    exchanged = batches(spec, machine.ranks)[1] * sum(passes.exchanged for _, passes in stages)
+    exchanged = spec.batches(machine.ranks)[1] * sum(passes.exchanged for _, passes in stages)
     tensor_sent = sum(tensor_traffic(strategy, spec, machine, model, passes) for model, passes in stages)
     network = sum(replicas_network(strategy, spec, machine, model) for model, _ in stages)
     network += tensor_sent * group_share(spec, machine) + exchanged * experts_share(spec, machine)
@@ -214,7 +215,7 @@ def _replicated_part(plan: StrategyPlan, spec: JobSpec, machine: Machine, model:
     if not plan.sharded:
         trained = model.size(trained=True)
         # Buckets are the gradients themselves. But micro-batches without a sum accumulate in extra memory, until the last one.
-        beside = FP32 * trained if batches(spec, machine.ranks)[1] > 1 else 0
+        beside = FP32 * trained if spec.batches(machine.ranks)[1] > 1 else 0
         if reduce == FP32:
             return beside
         bucket = ddp_bucket(spec) / FP32
@@ -284,7 +285,7 @@ def _fully_sharded_part(
 
     # FSDP2 frees what it has gathered last when it gathers the next in forward, or the pass ends; and what it has scattered last
     # when it scatters the next, or the step ends.
-    scattered = reduce * shard * (sums_root or sums_block) if batches(spec, machine.ranks)[1] > 1 else 0
+    scattered = reduce * shard * (sums_root or sums_block) if spec.batches(machine.ranks)[1] > 1 else 0
     reduced = max(reducing(sums_block), scattered)
     held = {
         "forward": (root + at_work, min(1 + ahead, len(blocks)) * block + scattered),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from raydist.extension_plans import StrategyPlan, buckets, compressor_plan
 from raydist.planner.facts import ROOT, Activations, Machine, Model, Traffic
-from raydist.planner.shares import BYTES, FP32, batches, plan_of, replicas, shard_of, units
+from raydist.planner.shares import BYTES, FP32, plan_of, replicas, shard_of, units
+from raydist.spec.comm import sent_bytes
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
@@ -46,7 +47,7 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
     """Of parameters that so many ranks hold, `shard` of them one copy of the sharded state."""
     if ranks == 1:
         return Traffic(0, 0, 0)
-    count = batches(spec, machine.ranks)[1]
+    count = spec.batches(machine.ranks)[1]
     compute, reduce = BYTES[spec.precision.params], sent_bytes(spec)
     every = spec.comm.every
     if every is not None:
@@ -96,16 +97,8 @@ def tensor_traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model,
     ranks = spec.parallel.tensor
     shard = shard_of(strategy, spec, machine)
     whole = sum(p.part(shard) for p in model.params if p.trained and p.whole is None) if ranks > 1 else 0
-    passes = batches(spec, machine.ranks)[1] * activations.tensor_sent
+    passes = spec.batches(machine.ranks)[1] * activations.tensor_sent
     return passes + round(2 * (ranks - 1) / ranks * whole * FP32)
-
-
-def sent_bytes(spec: JobSpec) -> float:
-    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32, as does auto."""
-    if not spec.comm.compresses:
-        return BYTES[spec.precision.reduce]
-    plan = compressor_plan(spec.comm.compress)
-    return plan.bits / 8 if plan is not None else FP32
 
 
 def outer_bytes(spec: JobSpec) -> float:

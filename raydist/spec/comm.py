@@ -168,6 +168,14 @@ def _shown(value: Any) -> Any:
     return value.model_dump() if isinstance(value, Part) else value
 
 
+def sent_bytes(spec: JobSpec) -> float:
+    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32, as does auto."""
+    if not spec.comm.compresses:
+        return 4.0 if spec.precision.reduce == "fp32" else 2.0
+    plan = compressor_plan(spec.comm.compress)
+    return plan.bits / 8 if plan is not None else 4.0
+
+
 def check(spec: JobSpec) -> None:
     """Raises SpecValueError for what does not go with the rest of the job, except `train.virtual_ranks`."""
     _compression_fits(spec)

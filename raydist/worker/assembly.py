@@ -84,7 +84,7 @@ class Assembly:
         self.mesh = Mesh.of(spec, rank)  # every rank, if a replica has several
         self.feed = Feed(spec, self.mesh, dataset)
         self.batches = self.feed.batches
-        for line in self.feed.notes():
+        for line in (*([self.mesh.note] if self.mesh.note else []), *self.feed.notes()):
             self._note(line)
         self.total = spec.train.total(self.batches.steps_per_epoch)
         # Model, strategy, optimizer: the same on every rank, from the same seed.

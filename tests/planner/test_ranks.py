@@ -22,7 +22,6 @@ from raydist.extension_plans import strategies
 from raydist.planner.estimate import estimates
 from raydist.planner.facts import Machine
 from raydist.planner.measure import Planner
-from raydist.planner.shares import batches
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms as compute
 from raydist.worker.build import build_strategy
@@ -89,7 +88,7 @@ class OneStep:
             self.model = self.strategy.cut(self.model)
         self.precision = Precision(spec.precision, rank.device)
         tokens = torch.randint(0, VOCAB, (spec.train.micro_batch, spec.model.context))
-        count = batches(spec, rank.world_size)[1]
+        count = spec.batches(rank.world_size)[1]
         self.batches = [own_tokens(MicroBatch(tokens, tokens), self.mesh)] * count
         self.looked: Callable[[], object] = lambda: None
         self.strategy.wrap(self.model, self._example)
