@@ -1,6 +1,6 @@
 """Faults of a whole node, on a cluster of three hosts: the driver is on the first, the ranks of a pipeline are on the two others.
 
-Over a minute: a cluster whose processes start as on a user's, and two runs.
+Over a minute: two nodes whose processes start as on a user's cluster, and two runs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MESH = ["--set", "cluster.workers=4", "--set", "cluster.cpus_per_worker=1", "--s
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """A head without CPUs, and two nodes with two. `plain`: the fault kills what is below the raylet, and the two agents of a node
-    share a zygote that one of them starts."""
-    with Hosts(3) as hosts, Cluster(hosts, size=1, cpus=0, env=WATCHFUL, plain=True) as made:
+    """A head without CPUs, and two nodes with two. These are `plain`: the fault kills what is below the raylet, and the two agents
+    of a node share a zygote that one of them starts."""
+    with Hosts(3) as hosts, Cluster(hosts, size=1, cpus=0, env=WATCHFUL) as made:
         with ThreadPoolExecutor() as threads:
-            list(threads.map(partial(made.add_node, cpus=2), list(hosts)[1:]))
+            list(threads.map(partial(made.add_node, cpus=2, plain=True), list(hosts)[1:]))
         yield made
 
 
