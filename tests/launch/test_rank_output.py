@@ -21,10 +21,16 @@ from raydist.errors import StorageError, UsageError
 from raydist.launch import rank_output
 from raydist.launch.rank_output import Output
 from raydist.run import rank_logs
-from raydist.run.directory import SPEC, RunDir, begin_attempt
+from raydist.run.directory import ATTEMPTS, SPEC, RunDir, begin_attempt
 from raydist.run.driver_process import this_process
 from raydist.run.rank_logs import Reader
 from raydist.run.status import write_state
+
+
+@pytest.fixture(autouse=True)
+def begun(tmp_path: Path) -> None:
+    """A driver has begun the run of most tests."""
+    (tmp_path / ATTEMPTS).mkdir()
 
 
 def printed(run: RunDir, attempt: int, rank: int, code: str, interval_s: float = 0.02) -> Output:
