@@ -60,7 +60,7 @@ BEYOND: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "yaml digits": (parse_yaml, f"a: {'9' * 5000}", f"an integer of 5000 digits: the limit is {DIGITS}"),
     "yaml code": (parse_yaml, "!!python/object/apply:os.getcwd []", "could not determine a constructor"),
     "json size": (lambda data: parse_json(data, 100), b"[" + b" " * 100 + b"]", "more than 100 bytes, the limit"),
-    "json depth": (parse_json, b"[" * (DEPTH + 1) + b"]" * (DEPTH + 1), f"more than {DEPTH} levels, the limit"),
+    "json depth": (parse_json, b"[" * (DEPTH + 2) + b"]" * (DEPTH + 2), f"more than {DEPTH} levels, the limit"),
     "json unclosed": (parse_json, b"[" * 100_000, f"more than {DEPTH} levels, the limit"),
     "json objects": (parse_json, '{"a": ' * 900 + "1" + "}" * 900, f"more than {DEPTH} levels, the limit"),
     "json digits": (parse_json, b"9" * 5000, f"an integer of 5000 digits: the limit is {DIGITS}"),

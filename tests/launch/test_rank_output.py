@@ -205,7 +205,7 @@ def test_follows_to_the_end(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(logs, "POLL_S", 0.01)
     monkeypatch.setattr(logs, "_NEXT_S", 0.05)
     monkeypatch.setattr(logs, "_LATE_S", 0.05)
-    state = {"heartbeat_at": 2e9, "driver": this_process(), "step": 3, "world_size": 2}
+    state = {"heartbeat_at": time.time(), "driver": this_process(), "step": 3, "world_size": 2}
     write_state(run, {**state, "status": "running"})
     stages = iter(
         [
