@@ -278,7 +278,7 @@ class _Attempt:
                     return
 
 
-def store_look(run: str, attempt: int, rank: int, stacks: str, collectives: list[dict[str, Any]] | None) -> None:
+def store_look(run: str, attempt: int, rank: int, stacks: str, collectives: list[list[Any]] | None) -> None:
     """Writes the stacks and collectives of a rank to the run's logs. Raises StorageError."""
     storage = RunDir(run).expect().storage
     name = f"{LOGS}/attempt-{attempt:04d}/rank-{rank:05d}"
