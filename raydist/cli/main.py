@@ -120,6 +120,7 @@ _READING = frozenset(
         "trace",
         "report",
         "dashboard",
+        "doctor",
         "sample",
         "evaluate",
         "checkpoint",
@@ -133,14 +134,25 @@ _READING = frozenset(
         "init",
     ]
 )
-"""With `doctor` of a run: commands that run no code of the user: whatever a run's files or the working directory contain."""
+"""Commands that run no code of the user: whatever a run's files or the working directory contain. But for `doctor` of a job."""
 
 
 def _trusted(arguments: list[str]) -> bool:
     """Whether the command may run the user's own code: it trains or plans, or has --trust."""
     words = [argument for argument in arguments if not argument.startswith("-")][:2]
-    of_run = words[:1] == ["doctor"] and not any(argument.endswith((".yaml", ".yml")) for argument in arguments)
-    return not (of_run or not _READING.isdisjoint([*words[:1], " ".join(words)])) or "--trust" in arguments
+    reads = not _READING.isdisjoint([*words[:1], " ".join(words)])
+    return (
+        not reads or "--trust" in arguments or (arguments[:1] == ["doctor"] and doctor.is_job(_target(arguments[1:])))
+    )
+
+
+def _target(arguments: list[str]) -> str | None:
+    """The target among doctor's arguments, which may also be the values of options."""
+    only = typer.Typer(add_completion=False)
+    only.command()(doctor.doctor)
+    with typer.main.get_command(only).make_context("doctor", list(arguments), resilient_parsing=True) as context:
+        target: str | None = context.params.get("target")
+        return target
 
 
 def _started(arguments: list[str]) -> bool:
