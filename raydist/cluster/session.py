@@ -116,8 +116,9 @@ def open_session(
     else to the cluster that runs on this host. HOST:PORT connects to that cluster.
 
     `env` reaches every worker: a private Ray inherits it, a cluster gets it in the runtime_env. `python_path` is
-    prepended to the workers' PYTHONPATH. `working_dir` is shipped to a cluster's nodes (not inside a Ray job, which
-    has its own). `metrics_port`: port for a private Ray's Prometheus metrics, 0 for any free port; None: no metrics.
+    prepended to the workers' PYTHONPATH; a private Ray's also find modules in the working directory. `working_dir` is
+    shipped to a cluster's nodes (not inside a Ray job, which has its own). `metrics_port`: port for a private Ray's Prometheus
+    metrics, 0 for any free port; None: no metrics.
     `ranks`: whether models will be trained; a private Ray then starts a zygote for the ranks (raydist/launch/zygote.py).
 
     Ray's output goes to files in `log_dir` (driver.log; a private Ray's logs to ray/).
@@ -200,7 +201,8 @@ def _private(
         node = stack.enter_context(
             local_ray.running(temp, object_store_bytes=_OBJECT_STORE_BYTES, metrics_port=metrics_port)
         )
-        context = ray.init(address=node.address, log_to_driver=False, configure_logging=False)
+        job = local_ray.job_without_folders()
+        context = ray.init(address=node.address, log_to_driver=False, configure_logging=False, job_config=job)
         processes = local_ray.pids(node)
         stack.callback(_leave_private, processes)
         os.environ["RAY_ADDRESS"] = node.address
@@ -365,9 +367,12 @@ def _remove_unused(temp: Path) -> None:
 
 
 def _keep_logs(temp: Path, kept: Path) -> None:
+    """Copies Ray's logs, which it makes readable for all users, with the permissions of the folder that they go to."""
     for logs in temp.glob("session_2*/logs"):
         shutil.copytree(logs, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("old"))
-        kept.chmod(kept.parent.stat().st_mode & 0o777)
+        allowed = kept.parent.stat().st_mode & 0o777
+        for path in (kept, *kept.rglob("*")):
+            path.chmod(allowed if path.is_dir() else allowed & 0o666)
 
 
 @contextlib.contextmanager
