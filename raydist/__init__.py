@@ -3,12 +3,11 @@
 `raydist.train`, `raydist.open` and the other functions here are the Python API (raydist/api), which is imported at its first use.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+# `python -m raydist` imports this before its path is in order (__main__.py): no module of Python's here, typing included.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from raydist.api.checking import check
     from raydist.api.datasets import prepare_data
     from raydist.api.evaluating import evaluate
@@ -28,7 +27,9 @@ _MODULES = {
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in __all__:
         raise AttributeError(f"module 'raydist' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(f"raydist.api.{_MODULES.get(name, 'start')}"), name)

@@ -1,7 +1,12 @@
 """The `raydist` command, and `python -m raydist`."""
 
-import signal
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    # Python has put the working directory first: a file there would be imported in place of Python's or an installed module.
+    sys.path.append(sys.path.pop(0))
+
+import signal
 
 
 def main() -> None:
@@ -17,6 +22,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Python has put the working directory first: a file there would be imported in place of an installed package.
-    sys.path.append(sys.path.pop(0))
     main()

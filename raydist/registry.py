@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,16 @@ def trust(specs: bool) -> None:
     """
     global _trusted
     _trusted = specs
+
+
+def own_code_last(*others: str) -> None:
+    """From now on this process looks for modules in the working directory, where a user's own code is, after all other places: a
+    file there does not replace a module of Python's or an installed package. So with those of `others` where it looks now.
+    """
+    here = os.getcwd()
+    paths = [path for path in sys.path if path and os.path.abspath(path) != here]
+    last = [path for path in others if path in paths]
+    sys.path[:] = [*(path for path in paths if path not in last), *last, here]
 
 
 def check(kind: str, name: str) -> None:

@@ -22,6 +22,7 @@ import pytest
 
 from raydist.ipc import mailbox
 from raydist.observe import write_ahead_log
+from raydist.private_files import is_private_folder
 from tests.processes import command_line, runs
 
 MARK = "RAYDIST_TEST_SESSION"
@@ -91,7 +92,7 @@ def _clear_after_killed_drivers() -> None:
     for path in SHM.glob(f"raydist-{os.getuid()}-journal-*"):
         write_ahead_log._remove_unused(path)
     for path in SHM.glob(f"raydist-{os.getuid()}-board-*"):
-        if not any(mailbox._is_written(row) for row in path.iterdir()):
+        if is_private_folder(path) and not any(mailbox._is_written(row) for row in path.iterdir()):
             shutil.rmtree(path)
 
 

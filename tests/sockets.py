@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,12 @@ KINDS = {
     "ray::": re.compile(r"^ray::|default_worker\.py|ray_agent\.py"),
 }
 
-# As another user: tries everything that it finds, and prints what it got.
+# As another user (`user`): tries everything that it finds, and prints what it got.
 ATTACK = """
 import json, os, signal, socket, sys
 what = json.loads(sys.argv[1])
-os.setgroups([]); os.setgid(65534); os.setuid(65534)
+user = what.get("user", 65534)
+os.setgroups([]); os.setgid(user); os.setuid(user)
 got = []
 def attempt(name, call):
     try:
@@ -36,6 +39,18 @@ def attempt(name, call):
     except OSError:
         return
     got.append(name)
+def ask(sock):
+    sock.sendall(b'[0, "beat", [1, 0]]\\n')
+def order(sock):  # a fork server of the zygote's user, and then a rank of it
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, open(os.devnull, "w") as null:
+        told = {"env": {}, "cwd": "/", "path": sys.path}
+        socket.send_fds(sock, [json.dumps(told).encode()], [theirs.fileno(), null.fileno(), null.fileno()])
+        theirs.close()
+        ours.settimeout(5)
+        ours.sendall(b'{"env": {}}')
+        if b"forked" in ours.recv(100):
+            got.append(f"run a process by {address}")
 for path in what["paths"]:
     attempt(f"list {path}", lambda: os.listdir(path) and None if os.path.isdir(path) else open(path, "rb").read())
     attempt(f"rename {path}", lambda: os.rename(path, path + "-mine"))
@@ -43,16 +58,17 @@ for path in what["paths"]:
     attempt(f"write {path}", lambda: open(path + "/mine" if os.path.isdir(path) else path, "w"))
 for address in what["unix"]:
     if address.startswith("@"):  # everybody may connect to an abstract name: it must not answer
-        sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(5)
-        try:
-            sock.connect("\\0" + address[1:])
-            sock.sendall(b'[0, "beat", [1, 0]]\\n')
-            heard = sock.recv(100)
-        except OSError:
-            heard = b""
-        if heard:
-            got.append(f"hear {address}")
+        for kind, say in ((socket.SOCK_STREAM, ask), (socket.SOCK_SEQPACKET, order)):
+            sock = socket.socket(socket.AF_UNIX, kind)
+            sock.settimeout(5)
+            try:
+                sock.connect("\\0" + address[1:])
+                say(sock)
+                heard = sock.recv(100)
+            except OSError:
+                continue
+            if heard:
+                got.append(f"hear {address}")
         continue
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET if "zygote" in address else socket.SOCK_STREAM)
     attempt(f"connect {address}", lambda: sock.connect(address))
@@ -72,6 +88,29 @@ for host, port in what["tcp"]:
         pass
 print(json.dumps(got))
 """
+
+# As another user: prints on which of these it can listen, with each of the options that let sockets share a port.
+TAKE = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+for host in (sys.argv[1], ""):
+    for options in ([], [socket.SO_REUSEADDR], [socket.SO_REUSEPORT], [socket.SO_REUSEADDR, socket.SO_REUSEPORT]):
+        with socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as sock:
+            for option in options:
+                sock.setsockopt(socket.SOL_SOCKET, option, 1)
+            try:
+                sock.bind((host, int(sys.argv[2])))
+                sock.listen()
+                print(repr(host), options)
+            except OSError:
+                pass
+"""
+
+
+def taken(host: str, port: int) -> str:
+    """How another user can listen on that port of the address or of all addresses: a line for each way."""
+    command = [sys.executable, "-c", TAKE, host, str(port)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def kind(process: psutil.Process) -> str:

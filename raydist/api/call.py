@@ -23,6 +23,12 @@ from raydist.errors import SIGNALLED, RaydistError, TrainingStopped, UsageError,
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
+# With -P: a file in the working directory is not imported in place of a module of Python's, or an installed one.
+_START = (
+    "import sys; sys.path.append(sys.argv.pop(1)); from raydist.api.driver import main; "
+    "main(sys.argv[1], *map(int, sys.argv[2:]))"
+)
+_RAYDIST = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _LAST = 4096
 """Bytes of the process's output that are shown if it ends without an error of raydist's."""
 
@@ -52,7 +58,7 @@ class Call:
         numbers = self._message.fileno(), alive
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "raydist.api.driver", function, *map(str, numbers)],
+                [sys.executable, "-P", "-c", _START, _RAYDIST, function, *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,

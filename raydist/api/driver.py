@@ -1,6 +1,7 @@
-"""`python -m raydist.api.driver FUNCTION MESSAGE ALIVE`: the process in which the Python API calls a function.
+"""The process in which the Python API calls a function.
 
-Runs in: the driver of a run or a sweep, which call.py has started. Must stay light until it calls the function.
+Runs in: the driver of a run or a sweep, which call.py has started as `main FUNCTION MESSAGE ALIVE`. Must stay light until it calls
+the function.
 
 MESSAGE is the descriptor of a file in memory, with the arguments, and then with the result or the error, as JSON: nothing is
 unpickled. ALIVE, -1 if the function goes on without its caller, is the read end of a pipe that only the caller can write to: it
@@ -57,8 +58,3 @@ def _interrupt_at_end(alive: int) -> None:
     with suppress(OSError):
         os.read(alive, 1)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    sys.path.append(sys.path.pop(0))  # as in raydist/__main__.py
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

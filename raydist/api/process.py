@@ -70,10 +70,8 @@ def run(
 
 def _set_imports(trusted: bool) -> None:
     """What trains or plans may import the user's modules from the working directory, after the installed packages."""
-    here = os.getcwd()
-    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
+    registry.own_code_last()
     registry.trust(trusted)
-    if trusted or here == os.path.dirname(
-        raydist.__path__[0]
-    ):  # raydist itself may be imported from here, without being installed
-        sys.path.append(here)
+    # raydist itself may be imported from here, without being installed
+    if not trusted and sys.path[-1] != os.path.dirname(raydist.__path__[0]):
+        sys.path.pop()

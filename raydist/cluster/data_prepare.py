@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -61,9 +60,7 @@ class RayMap:
     def _start(self) -> None:
         logs = Path(tempfile.mkdtemp(prefix="raydist-logs-"))
         self._stack.push(_keep_if_failed(logs))
-        place = self.address or "local"
-        path = [os.getcwd()] if place == "local" else []
-        self._stack.enter_context(open_session(place, env=_ENV, log_dir=logs, python_path=path))
+        self._stack.enter_context(open_session(self.address or "local", env=_ENV, log_dir=logs))
 
 
 def _keep_if_failed(logs: Path) -> Callable[..., None]:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from raydist.cluster.ray_private import (
     METRICS_EXPORT_PORT_NAME,
     RUNTIME_ENV_AGENT_PORT_NAME,
     Config,
+    JobConfig,
     Node,
     RayParams,
     ResourceIsolationConfig,
@@ -34,6 +35,7 @@ from raydist.cluster.ray_private import (
     services,
     utils,
 )
+from raydist.launch.rendezvous import hold_port, port_of
 
 _REGISTER_S = 30.0
 _NOT_SERVED = -1  # what Ray's minimal install writes for a port without a listener
@@ -45,6 +47,8 @@ RUNTIME_ENV_AGENT, DASHBOARD_AGENT = "--runtime_env_agent_command=", "--dashboar
 
 class _Head(Node):
     metrics = False
+    agent_port: socket.socket
+    """Keeps the runtime-env agent's port for this user."""
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         """Starts nothing. No one needs the dashboard: a private Ray has no Jobs API, and Ray Train's cleaner is left out."""
@@ -76,7 +80,12 @@ def prepared_agents(node: Any, *, on_demand: Collection[str], metrics: bool) -> 
         names += [METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME]
     for name in names:
         persist_port(node._session_dir, node._node_id, name, _NOT_SERVED)
-    port = node._ray_params.runtime_env_agent_port = _free_port(node._node_ip_address)
+    held = hold_port(node._node_ip_address)
+    port = node._ray_params.runtime_env_agent_port = port_of(held)
+    if RUNTIME_ENV_AGENT in on_demand:
+        node.agent_port = held
+    else:  # Ray's own agent does not share it
+        held.close()
     persist_port(node._session_dir, node._node_id, RUNTIME_ENV_AGENT_PORT_NAME, port)
     ports = {RUNTIME_ENV_AGENT: port, DASHBOARD_AGENT: 0}
     with _on_demand(node._node_ip_address, {agent: ports[agent] for agent in on_demand}):
@@ -105,6 +114,20 @@ def _on_demand(host: str, agents: Mapping[str, int]) -> Iterator[None]:
         yield
     finally:
         services.start_ray_process, utils.get_dashboard_dependency_error = start, dependency_error
+
+
+class _NoFolders(list[str]):
+    def extend(self, folders: Iterable[str]) -> None:
+        """Takes none."""
+
+
+def job_without_folders() -> Any:
+    """For `ray.init`, which would have workers look for modules in the working directory before the installed packages. They look
+    there last (ray_worker.py).
+    """
+    made = JobConfig()
+    made._py_driver_sys_path = _NoFolders()
+    return made
 
 
 @contextlib.contextmanager
@@ -146,6 +169,7 @@ def running(temp_dir: Path, *, object_store_bytes: int, metrics_port: int | None
                 node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
             finally:
                 _sweep(temp_dir)
+                node.agent_port.close()
 
 
 @contextlib.contextmanager
@@ -230,9 +254,3 @@ def _killed_with_us(temp_dir: Path) -> Iterator[None]:
         else:
             with cleaner:
                 cleaner.kill()
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])

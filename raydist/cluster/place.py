@@ -35,9 +35,8 @@ def session_of(
     from raydist.cluster.run.request import worker_env
     from raydist.cluster.session import open_session
 
-    here = Path.cwd()
-    path, shipped = [str(here)] if address == "local" else [], here if own_code else None
-    return open_session(address, env=worker_env(job), log_dir=log_dir, python_path=path, working_dir=shipped, **options)
+    shipped = Path.cwd() if own_code else None
+    return open_session(address, env=worker_env(job), log_dir=log_dir, working_dir=shipped, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ else: it takes 0.03 s of CPU time, Ray's two agents take 1.7 s and 150 MB. The r
 cannot be left out.
 
 The raylet asks the runtime-env agent only for a task or an actor with a runtime environment, and asks again until it gets an
-answer. Only this user's connections count: while the agent starts, its port is free, and what answers there decides what workers
-execute. PORT 0: nothing ever connects; a private Ray without metrics has no use for the dashboard's agent.
+answer. Only this user's connections count. What listens on that port gets Ray's token, and decides what workers execute: the driver
+holds the port for this user, before, between and after (raydist/launch/rendezvous.py), and the agent shares it with the driver.
+PORT 0: nothing ever connects; a private Ray without metrics has no use for the dashboard's agent.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import socket
 import sys
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_AGENT = "--agent"
 
 
 def main(host: str, port: int, command: list[str]) -> None:
@@ -27,12 +29,28 @@ def main(host: str, port: int, command: list[str]) -> None:
         return
     if port:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, port), family=family) as server:
+        with socket.create_server((host, port), family=family, reuse_port=True) as server:
             while not _ours(server.accept()[0]):
                 pass
-        os.execv(command[0], command)
+        script = next(number for number, text in enumerate(command) if text.endswith(".py"))
+        os.execv(command[0], [*command[:script], __file__, _AGENT, str(port), *command[script:]])
     while True:
         signal.pause()
+
+
+def _become(port: int, arguments: list[str]) -> None:
+    """The agent, as Python runs its script, which asks for its port without SO_REUSEPORT. `arguments`: the script, and its own."""
+    import runpy
+
+    class Socket(socket.socket):
+        def bind(self, address: object) -> None:
+            if isinstance(address, tuple) and address[1] == port:
+                self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            super().bind(address)  # type: ignore[arg-type]
+
+    socket.socket = Socket  # type: ignore[misc]
+    sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _ours(connection: socket.socket) -> bool:
@@ -56,4 +74,7 @@ def _in_table(address: tuple[str, int]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    if sys.argv[1] == _AGENT:
+        _become(int(sys.argv[2]), sys.argv[3:])
+    else:
+        main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

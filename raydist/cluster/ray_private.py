@@ -93,6 +93,12 @@ NAMES = {
         "as for services",
         ("get_dashboard_dependency_error", "set_kill_on_parent_death_linux"),
     ),
+    "JobConfig": PrivateName(
+        "ray.job_config:JobConfig",
+        "keeps workers from looking for modules in the working directory before the installed packages",
+        "ray.init() always adds the working directory and the script's folder",
+        ("_py_driver_sys_path",),
+    ),
     # --- cluster/ray_preload.py: a process that has imported Ray, from which workers are forked
     "actor": PrivateName(
         "ray.actor",

@@ -54,6 +54,8 @@ def main() -> None:
     options = [text for text in arguments[first:] if not text.startswith((_LANGUAGE, _ENVIRONMENT))]
     if not (_plain(arguments) and _forked(options)):
         setup = os.path.join(os.path.dirname(arguments[first]), "setup_worker.py")
+        # Ray's own scripts find the user's code only before the installed packages.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), os.getcwd())))
         os.execv(sys.executable, [sys.executable, setup, *arguments])
 
 
@@ -101,8 +103,10 @@ def _become_worker(arguments: list[str]) -> None:
 
     import numpy
 
+    from raydist import registry
     from raydist.cluster import authentication
 
+    registry.own_code_last()
     os.setpgid(0, 0)  # the raylet kills the process group of a worker that has exited: what it has started
     authentication.reread()  # read at Ray's import, as all of its settings
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the zygote ignores it; Ray cancels tasks by it

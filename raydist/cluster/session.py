@@ -115,9 +115,9 @@ def open_session(
     block, or when this process ends in any way. "auto" (or "") connects to RAY_ADDRESS (which `ray job submit` sets),
     else to the cluster that runs on this host. HOST:PORT connects to that cluster.
 
-    `env` reaches every worker: a private Ray inherits it, a cluster gets it in the runtime_env. `python_path` is
-    prepended to the workers' PYTHONPATH. `working_dir` is shipped to a cluster's nodes (not inside a Ray job, which
-    has its own). `metrics_port`: port for a private Ray's Prometheus metrics, 0 for any free port; None: no metrics.
+    `env` reaches every worker: a private Ray inherits it, a cluster gets it in the runtime_env. `python_path` is prepended to the
+    workers' PYTHONPATH; a private Ray's also find modules in the working directory. `working_dir` is shipped to a cluster's nodes
+    (a Ray job has its own). `metrics_port`: port for a private Ray's Prometheus metrics, 0 for any free port; None: no metrics.
     `ranks`: whether models will be trained; a private Ray then starts a zygote for the ranks (raydist/launch/zygote.py).
 
     Ray's output goes to files in `log_dir` (driver.log; a private Ray's logs to ray/).
@@ -134,9 +134,8 @@ def open_session(
         if address == "local":
             yield stack.enter_context(_private(variables, log_dir, metrics_port, env if ranks else None))
         else:
-            yield stack.enter_context(
-                _within(wait_s, lambda: _attached(_find_cluster(address), variables, working_dir))
-            )
+            found = _within(wait_s, lambda: _attached(_find_cluster(address), variables, working_dir))
+            yield stack.enter_context(found)
 
 
 @contextlib.contextmanager
@@ -197,10 +196,10 @@ def _private(
         _warm_up()
         from raydist.cluster import local_ray
 
-        node = stack.enter_context(
-            local_ray.running(temp, object_store_bytes=_OBJECT_STORE_BYTES, metrics_port=metrics_port)
-        )
-        context = ray.init(address=node.address, log_to_driver=False, configure_logging=False)
+        started = local_ray.running(temp, object_store_bytes=_OBJECT_STORE_BYTES, metrics_port=metrics_port)
+        node = stack.enter_context(started)
+        job = local_ray.job_without_folders()
+        context = ray.init(address=node.address, log_to_driver=False, configure_logging=False, job_config=job)
         processes = local_ray.pids(node)
         stack.callback(_leave_private, processes)
         os.environ["RAY_ADDRESS"] = node.address
@@ -365,9 +364,12 @@ def _remove_unused(temp: Path) -> None:
 
 
 def _keep_logs(temp: Path, kept: Path) -> None:
+    """Copies Ray's logs, which it makes readable for all users, with the permissions of the folder that they go to."""
     for logs in temp.glob("session_2*/logs"):
         shutil.copytree(logs, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("old"))
-        kept.chmod(kept.parent.stat().st_mode & 0o777)
+        allowed = kept.parent.stat().st_mode & 0o777
+        for path in (kept, *kept.rglob("*")):
+            path.chmod(allowed if path.is_dir() else allowed & 0o666)
 
 
 @contextlib.contextmanager
@@ -380,11 +382,9 @@ def _environment(env: Mapping[str, str], without: Sequence[str] = ()) -> Iterato
     try:
         yield
     finally:
-        for name, value in saved.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in saved:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in saved.items() if value is not None})
 
 
 def _shut_down() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from raydist import registry
 from raydist.errors import StorageError
 from raydist.ipc import heartbeat as heartbeat_ipc
 from raydist.ipc.stack_dump import Witness, waits, where
@@ -47,8 +48,8 @@ _DISCONNECTED_S = 15.0
 
 
 def agent(config: dict[str, Any]) -> None:
-    """Follows the coordinator's orders until "leave". `config`: `coordinator`, an actor's handle, `group`, a number, and `env`, the
-    environment variables that all agents of the group have.
+    """Follows the coordinator's orders until "leave". `config`: `coordinator`, an actor's handle, `group`, a number, `env`, the
+    environment variables that all agents of the group have, and `folder`, the driver's working directory.
     """
     agent = _Agent(config)
     threading.Thread(target=agent.beat, name="raydist-beat", daemon=True).start()
@@ -63,6 +64,7 @@ class _Agent:
         self._coordinator, self._group = config["coordinator"], config["group"]
         self._number, self._local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         self._left = threading.Event()
+        registry.own_code_last(config["folder"])  # on a cluster Ray has put it first; ranks get this process's path
         self.node_ip = ray.util.get_node_ip_address()
         self._node = ray.get_runtime_context().get_node_id()
         alone = int(os.environ["LOCAL_WORLD_SIZE"]) < 2

@@ -90,7 +90,9 @@ class ForkServer:
         code = f"from {__name__} import main; main({theirs.fileno()}, {list(preload)!r})"
         with theirs:
             forked = zygote.fork(theirs, env, preload)
-            self._server = forked or subprocess.Popen([sys.executable, "-c", code], env=env, pass_fds=[theirs.fileno()])
+            self._server = forked or subprocess.Popen(
+                [sys.executable, "-P", "-c", code], env=env, pass_fds=[theirs.fileno()]
+            )
         self._socket, self._preload = ours, preload
         self._processes: dict[int, Process] = {}
         self._forked: list[Process] = []

@@ -36,14 +36,14 @@ def rank_variables(offers: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def hold_port(host: str) -> socket.socket:
-    """A socket that reserves a port of that address of this host, for torch's store in another process.
+    """A socket that reserves a port of that address of this host for another process of this user, which listens on it.
 
-    The store listens on that address only. Linux assigns a bound port to no other socket, but a socket that asks for its number
-    can listen on it if both have SO_REUSEADDR, as the store's has (raydist/worker/comm/rendezvous.py).
+    Linux assigns a bound port to no other socket. One that asks for its number gets it if both have SO_REUSEPORT and the same user;
+    with SO_REUSEADDR any user would. The listener is torch's store (raydist/worker/comm/rendezvous.py), on that address only.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     sock.bind(address)
     return sock
 

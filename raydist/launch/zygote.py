@@ -56,7 +56,7 @@ class Zygote:
                 fds = [listener.fileno(), theirs.fileno()]
                 code = f"from {__name__} import main; main(*{fds!r}, {serve!r}, {list(preload)!r})"
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", code],
+                    [sys.executable, "-P", "-c", code],
                     env={**defaults, **os.environ, **env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                     pass_fds=fds,
                     stdin=subprocess.DEVNULL,

@@ -26,7 +26,7 @@ from raydist.errors import StorageError
 from raydist.observe.exporter_threads import ExporterThreads
 from raydist.observe.node_clocks import NodeClocks
 from raydist.observe.summary import LiveView
-from raydist.observe.write_ahead_log import WriteAheadLog
+from raydist.observe.write_ahead_log import EARLIER, WriteAheadLog
 from raydist.records import EXPORTED_ONLY, Event, Status
 from raydist.redact import redact, remember
 from raydist.run import requests
@@ -68,7 +68,8 @@ class RunMonitor:
         self._journal: WriteAheadLog | None = None
         entries, no_journal = [], ""
         try:
-            self._journal = WriteAheadLog(run_uri, self._driver)
+            last = (last_word(RunDir(run_uri)) or {}).get("driver")
+            self._journal = WriteAheadLog(run_uri, self._driver, last)
             entries = self._journal.left()
         except OSError as error:
             no_journal = str(error)
@@ -284,13 +285,14 @@ class RunMonitor:
 
     def _recall(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Takes over the entries that a killed monitor received and may not have stored."""
-        self._log.recall(Event.from_dict(dict(line["event"])) for line in entries if "event" in line)
+        events = [line.get("event") or line.get(EARLIER) for line in entries]
+        self._log.recall(Event.from_dict(dict(event)) for event in events if event)
         for line in entries:
             if "attempt" in line:
                 self._begin(*line["attempt"])
             elif "steps" in line:
                 self._steps(line["steps"])
-            else:
+            elif "event" in line:  # not those of another driver: only the log gets them
                 self._show(Event.from_dict(dict(line["event"])))
 
     def _flush(self) -> None:

@@ -291,8 +291,11 @@ def write_end(run: RunDir, status: str, cause: str) -> None:
     """
     now = time.time()
     with contextlib.suppress(StorageError):
-        state = last_word(run) or {}
-        write_state(run, {**state, "driver": this_process(), "status": status, "heartbeat_at": now})
+        state, driver = last_word(run) or {}, this_process()
+        known = state.get("driver", {})
+        if all(known.get(name) == driver[name] for name in ("host", "pid", "pids")):
+            driver = known  # the journal's
+        write_state(run, {**state, "driver": driver, "status": status, "heartbeat_at": now})
     if run.storage.local is not None:
         data = {"status": status, "step": run.newest_step(), **({"cause": cause} if cause else {})}
         with contextlib.suppress(StorageError):

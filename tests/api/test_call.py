@@ -16,6 +16,7 @@ import raydist
 from raydist import errors
 from raydist.api.call import Call, answer
 from raydist.errors import RaydistError, RunNotFound, TrainingStopped
+from tests.planted import imported, plant
 
 FIND = "raydist.run.directory:resolve"
 
@@ -54,6 +55,14 @@ def test_a_result(tmp_path: Path) -> None:
         "sys.exit(any(name == 'typer' or name.startswith('raydist.cli') for name in sys.modules))\n"
     )
     Call("runpy:run_path", {"path_name": str(script)}).wait()
+
+
+def test_a_call_imports_nothing_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of a module of Python's, or an installed one."""
+    plant(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert Call("json:loads", {"s": "[1]"}).wait() == [1]
+    assert imported(tmp_path) == []
 
 
 def test_a_call_raises_its_own_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from raydist.data.index import INDEX, DatasetIndex
 from raydist.errors import ExtensionNotFound
 from raydist.run.directory import SPEC, RunDir
 from raydist.spec import parse
+from tests.planted import imported, plant
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +46,26 @@ def planted(tmp_path: Path) -> Path:
     }
     run.storage.write(SPEC, yaml.safe_dump(job).encode())
     return tmp_path
+
+
+def test_the_command_as_a_module_puts_its_path_in_order_first(tmp_path: Path) -> None:
+    """Python has put the working directory first: none of Python's own modules comes from there, but those that it imports before
+    it looks at raydist, nor an installed one."""
+    alone, folder = tmp_path / "alone", tmp_path / "planted"
+    for each in (alone, folder):
+        each.mkdir()
+    (alone / "modules.py").write_text("import sys\nprint(*sys.modules)\n")
+    packages = Path(pytest.__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (alone, ROOT, packages)))}
+
+    def module(name: str, *arguments: str) -> str:
+        # -S: some installed packages have Python import more, and hide what raydist would import.
+        command = [sys.executable, "-S", "-m", name, *arguments]
+        return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
+
+    plant(folder, but=module("modules").split())
+    assert "0.1" in module("raydist", "--version")
+    assert imported(folder) == []
 
 
 @pytest.mark.parametrize("arguments", [["show"], ["sample"], ["report"], ["checkpoint", "list"]], ids=" ".join)

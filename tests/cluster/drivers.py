@@ -28,7 +28,7 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
-        with socket.create_server(address) as server:
+        with socket.create_server(address, reuse_port=True) as server:
             peers = [server.accept()[0] for _ in range(world - 1)]
     else:
         peers = [_dial(address)]

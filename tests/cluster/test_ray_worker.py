@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raydist.cluster import ray_agent, ray_worker
+from raydist.launch.rendezvous import hold_port
 from tests import needs
+from tests.sockets import taken
 
 WORKER = """
 import json, os, random, signal, sys, threading
@@ -26,6 +29,7 @@ facts = {
     "name": __name__, "argv": sys.argv, "path": sys.path[0], "variable": os.environ["OURS"], "torch": "torch" in sys.modules,
     "modules": [name for name in ("ray.train", "raydist.launch.agent") if name in sys.modules],
     "drawn": [random.random(), float(numpy.random.random()), WorkerID.from_random().hex()],
+    "last": sys.path[-1],
     "alone": os.getpgrp() == os.getpid(), "interrupted": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
     "threads": threading.active_count(), "classes": ray.actor.ActorClassID is ActorClassID,
 }
@@ -34,9 +38,9 @@ with open(sys.argv[-1], "w") as file:
 raise SystemExit(7)
 """
 SETUP = """
-import json, sys
+import json, os, sys
 with open(sys.argv[-1], "w") as file:
-    json.dump(sys.argv, file)
+    json.dump([os.environ["PYTHONPATH"].split(":")[-1], *sys.argv[1:]], file)
 """
 PLAIN = ["--node-id=1", "--language=PYTHON", "--serialized-runtime-env-context={}", "--worker-id=2"]
 
@@ -74,7 +78,8 @@ def until(true: Callable[[], object]) -> None:
 def test_forked_workers(tmp_path: Path, started: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker finds what it would in a process of its own: arguments, path, environment, signals, process group; and what the
     zygote has imported, without torch. No two draw the same numbers, or the same ids of Ray. One with a runtime environment, one in
-    another environment, and one whose zygote has exited, are started by Ray's own script."""
+    another environment, and one whose zygote has exited, are started by Ray's own script. All of them find modules in the working
+    directory."""
     zygote = ray_worker.start_zygote(tmp_path, {"OURS": "1"})
     try:
         for name, value in zygote.variables.items():
@@ -83,6 +88,7 @@ def test_forked_workers(tmp_path: Path, started: Callable[..., Any], monkeypatch
         expected = {
             "name": "__main__",
             "path": str(tmp_path / "workers"),
+            "last": os.getcwd(),
             "variable": "1",
             "torch": False,
             "threads": 1,
@@ -103,7 +109,8 @@ def test_forked_workers(tmp_path: Path, started: Callable[..., Any], monkeypatch
         monkeypatch.setenv("OURS", "1")
     finally:
         zygote.close()
-    assert started("late", *PLAIN)[2:-1] == PLAIN
+    late = started("late", *PLAIN)
+    assert (late[0], late[2:-1]) == (os.getcwd(), PLAIN)
 
 
 def test_a_zygote_that_cannot_import(
@@ -121,14 +128,32 @@ def test_a_zygote_that_cannot_import(
         zygote.close()
 
 
+AGENT = """
+import os, socket, sys, time
+out, host, port = sys.argv[1:]
+while not os.path.exists(out + ".go"):
+    open(out, "w").write("x")
+    time.sleep(0.01)
+with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as server:  # as Ray's
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind((host, int(port)))
+    server.listen()
+    server.accept()[0].sendall(os.path.basename(sys.path[0]).encode())
+    time.sleep(600)
+"""
+
+
 class StandIn:
-    """ray_agent.py for an agent that writes a file. `asked`: whether a connection was accepted and closed."""
+    """ray_agent.py for an agent that writes a file, and listens once there is another one. `asked`: whether a connection was
+    accepted and closed."""
 
     def __init__(self, host: str, out: Path) -> None:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-            self.place = probe.getsockname()[:2]
-        agent = [sys.executable, "-c", f"open({str(out)!r}, 'w').write('x'); import time; time.sleep(600)"]
+        self.held = hold_port(host)  # as the driver does
+        self.place = self.held.getsockname()[:2]
+        (out.parent / "agent").mkdir()
+        script = out.parent / "agent" / "main.py"
+        script.write_text(AGENT)
+        agent = [sys.executable, "-u", str(script), str(out), *map(str, self.place)]
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", ray_agent.__file__, *map(str, self.place), *agent],
             env={**os.environ, "RAY_RAYLET_PID": str(os.getpid())},
@@ -156,14 +181,25 @@ def stand_in(tmp_path: Path) -> Iterator[Callable[[str], StandIn]]:
     for one in made:
         one.process.kill()
         one.process.wait()
+        one.held.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_an_agent_starts_when_it_is_asked(tmp_path: Path, stand_in: Callable[[str], StandIn], host: str) -> None:
-    """The process becomes the agent when this user connects to its port."""
+    """The process becomes the agent when this user connects to its port. Until the agent listens there, another user cannot."""
     waiting = stand_in(host)
     until(lambda: waiting.asked(os.getuid()))
     until((tmp_path / "out").exists)
+    if needs.NEEDS["second user"].there():
+        assert taken(host, waiting.place[1]) == ""
+    (tmp_path / "out.go").touch()
+
+    def answer() -> bytes:
+        with suppress(ConnectionRefusedError), socket.create_connection(waiting.place) as connection:
+            return connection.recv(10)
+        return b""
+
+    until(lambda: answer() == b"agent")
 
 
 def test_another_user_starts_no_agent(tmp_path: Path, stand_in: Callable[[str], StandIn]) -> None:

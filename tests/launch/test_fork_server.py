@@ -21,7 +21,9 @@ from raydist.launch import fork_server
 from raydist.launch import zygote as zygotes
 from raydist.launch.fork_server import VARIABLES, ForkServer, Process
 from raydist.launch.zygote import Zygote
+from tests import needs
 from tests.processes import runs
+from tests.sockets import ATTACK
 
 HERE = str(Path(__file__).parents[2])
 
@@ -282,6 +284,27 @@ def test_the_agents_of_a_cluster_s_node_share_a_zygote(tmp_path: Path, monkeypat
     again = fork_server.share_zygote(key, {"THREADS": "1"})
     assert again is not None, "the address of one that has ended is free"
     again.close()
+
+
+def test_what_another_user_orders_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody may connect to a cluster's zygote, which has an abstract name. The same order of this user is carried out."""
+    needs.require("second user")
+    counting(tmp_path, monkeypatch)
+    monkeypatch.setattr(fork_server, "PRELOAD", ("preload",))
+    monkeypatch.setenv(zygotes.VARIABLE, "")  # restored at the end
+    made = fork_server.share_zygote(str(tmp_path), {})
+    assert made is not None
+    fork_once(["preload"])  # it accepts connections from now on
+    address = json.loads(made.variables[zygotes.VARIABLE])["path"].replace("\0", "@")
+
+    def got(user: int) -> list[str]:
+        asked = json.dumps({"user": user, "unix": [address], "paths": [], "pids": [], "tcp": []})
+        done = subprocess.run([sys.executable, "-c", ATTACK, asked], capture_output=True, text=True, check=True)
+        return list(json.loads(done.stdout))
+
+    assert got(65534) == []
+    assert got(os.getuid()) == [f"run a process by {address}", f"hear {address}"]
+    made.close()
 
 
 def test_a_zygote_keeps_nothing_of_a_requester_that_has_exited(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.run.driver_process import this_process
 from raydist.run.log import read_events, read_steps
+from tests.processes import runs
 
 Rows = Callable[..., list[dict[str, Any]]]
 
@@ -73,7 +77,7 @@ def test_a_torn_line_is_none(shm: Path) -> None:
 
 
 def test_whose_it_is(shm: Path) -> None:
-    """Logs of other runs and other drivers are not touched; a log whose driver has exited is deleted."""
+    """Logs of other runs and other drivers are not touched; a log whose driver has exited is deleted after an hour."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     kept = [WriteAheadLog("run", this_process()), WriteAheadLog("other", this_process())]
@@ -81,10 +85,81 @@ def test_whose_it_is(shm: Path) -> None:
     gone = WriteAheadLog("run", this_process(ended.pid))
     names = set(shm.iterdir())
     assert len(list(shm.iterdir())) == 3
+    WriteAheadLog("run", this_process()).close()
+    assert set(shm.iterdir()) == names
+    long_ago = time.time() - write_ahead_log.KEPT_S - 1
+    for path in names:
+        os.utime(path, (long_ago, long_ago))
     assert WriteAheadLog("run", this_process()).left() == []
     assert kept[0].left() == [{"n": 1}]
     (deleted,) = names - set(shm.iterdir())
     assert gone._path == deleted
+
+
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from raydist.observe import write_ahead_log
+from raydist.observe.run_monitor import RunMonitor
+from raydist.records import Event
+from raydist.run.driver_process import this_process
+
+run, shm, rows = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+write_ahead_log.SHM = shm
+driver = this_process()
+monitor = os.fork()
+if monitor == 0:
+    def events(*steps):
+        return [Event("eval", 5.0 + step, {"step": step, "loss": 1.0}).to_dict() for step in steps]
+    made = RunMonitor(run, driver, interval_s=600.0, exporters=[])
+    made.begin_attempt(1, 2, 0)
+    made.push(rows[:1], events(1))
+    made.flush()
+    made.push(rows[1:], events(2))
+    made._log.flush()  # killed before it can mark them as stored
+    made.push([], events(3))
+    made._journal.add({"event": events(4)[0]})
+    (path,) = shm.iterdir()
+    with path.open("ab") as file:
+        file.write(b'{"event": {"kind": "torn')
+    print(os.getpid(), json.dumps(driver), flush=True)
+signal.pause()
+"""
+
+
+def test_a_driver_that_is_killed_with_its_monitor(run: RunDir, rows: Rows, shm: Path) -> None:
+    """SIGKILL of both. The run's next monitor on the host stores the events that they had not stored, each once; not the steps,
+    which are trained again. While the killed driver's monitor still runs it takes nothing, and nothing of another run's journal."""
+    source = [sys.executable, "-c", KILLED, run.uri, str(shm), json.dumps(rows(range(1, 3)))]
+    with subprocess.Popen(source, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid, _, told = process.stdout.readline().partition(" ")
+        process.kill()
+    killed = json.loads(told)
+    (journal,) = shm.iterdir()
+    waiting = WriteAheadLog(run.uri, this_process(), killed)
+    assert waiting.left() == []
+    assert journal.exists()
+    waiting.close()
+    os.kill(int(pid), signal.SIGKILL)
+    while runs(int(pid)):
+        time.sleep(0.01)
+    other = WriteAheadLog("other", killed)
+    other.add({"event": Event("eval", 1.0, {"step": 9}).to_dict()})
+    next_one = RunMonitor(run.uri, this_process(), interval_s=60.0)
+    assert not journal.exists()
+    # Its own monitor is killed before it has stored them, and replaced.
+    next_one = RunMonitor(run.uri, next_one._driver, interval_s=60.0)
+    assert next_one.snapshot()["events"] == []
+    next_one.begin_attempt(2, 2, 1)
+    next_one.push(rows(range(2, 4), attempt=2), [])
+    next_one.end("finished")
+    events = read_events(run)
+    assert [e.kind for e in events] == ["attempt_started", *["eval"] * 4, "attempt_started", "ended"]
+    assert [e.data["step"] for e in events if e.kind == "eval"] == [1, 2, 3, 4]
+    assert read_steps(run)["step"].to_pylist() == [1, 2, 3]
+    assert read_steps(run)["attempt"].to_pylist() == [1, 2, 2]
+    assert list(shm.iterdir()) == [other._path]
 
 
 def test_nothing_is_lost_or_doubled(run: RunDir, rows: Rows, shm: Path) -> None:

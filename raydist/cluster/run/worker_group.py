@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import threading
 import time
 from collections import Counter
@@ -63,11 +64,12 @@ class Group:
         self._gathered = coordinator.gathered.remote()
         self._abort = AbortHandle()
         self._result: AttemptResult | None = None
+        folder = os.getcwd()
 
         def fit() -> None:
             self._result = run_attempt(
                 "raydist.launch.agent:agent",
-                {"coordinator": coordinator, "group": number, "env": dict(kind.env)},
+                {"coordinator": coordinator, "group": number, "env": dict(kind.env), "folder": folder},
                 session=session,
                 run_name=run_name,
                 workers=size,

@@ -66,9 +66,11 @@ def meet(rank: int, world_size: int, timeout: timedelta, secret: bytes) -> Store
 
 
 def _listener(host: str, port: int) -> int:
-    """A socket bound to that address only; the agent holds the port meanwhile (raydist/launch/rendezvous.py)."""
+    """A socket bound to that address only. The agent holds the port for this user (raydist/launch/rendezvous.py)."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as the agent's socket has
+    # Without an agent MASTER_PORT is the user's: connections of a program that has just exited may still close.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(address)
     return sock.detach()

@@ -15,6 +15,8 @@ from raydist.ipc import RENDEZVOUS_SECRET
 from raydist.launch.rendezvous import hold_port, new_secret, port_of
 from raydist.worker.comm import rendezvous
 from raydist.worker.distributed import Rank
+from tests import needs
+from tests.sockets import taken
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -70,3 +72,18 @@ def test_who_takes_a_connection_is_refused_by_every_rank(ranks: Any) -> None:
     secret = new_secret()
     assert ranks.run(answer, 3, [secret, secret, new_secret()]) == ["rank 2", "rank 2", "rank 0"]
     assert ranks.run(answer, 3, [secret] * 3) == [""] * 3
+
+
+def test_another_user_does_not_take_a_port_that_is_held(ranks: Any) -> None:
+    """Neither while the agent alone holds it, nor while rank 0 has bound it and does not listen yet: this user's rank 0 gets it. A
+    port that nobody holds is taken in each of these ways."""
+    needs.require("second user")
+    with hold_port("127.0.0.1") as held:
+        port = port_of(held)
+        assert taken("127.0.0.1", port) == ""
+        with socket.socket(fileno=rendezvous._listener("127.0.0.1", port)):
+            assert taken("127.0.0.1", port) == ""
+        assert ranks.run(come, 2, port, [new_secret()] * 2, "") == [(False, 111)] * 2
+    with hold_port("127.0.0.1") as given_back:
+        port = port_of(given_back)
+    assert len(taken("127.0.0.1", port).splitlines()) == 8
