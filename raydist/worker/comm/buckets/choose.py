@@ -123,7 +123,7 @@ def _key(spec: JobSpec, rank: Rank, vocab_size: int) -> str:
         "vocab": vocab_size,
         "model": spec.model.model_dump(mode="json"),
         "precision": spec.precision.model_dump(mode="json"),
-        "passes": [train.micro_batch, train.checkpoint_activations, train.compile, spec.data.pack],
+        "passes": [train.micro_batch, train.checkpoint_activations, train.compile, spec.data.pack, train.virtual_ranks],
         "cpus": spec.cluster.cpus_per_worker,
         "torch": torch.__version__,
     }
