@@ -6,7 +6,7 @@ Two gloo ranks, or with `--mesh` four (pipeline 2 x tensor 2), a small GPT, a ch
 every five; on this machine, or with `--hosts` on a cluster of four hosts in network namespaces: the driver's, and
 three of which two have a rank. There, nodes are also killed and drained (and return at once), their /dev/shm is full and the
 network of one node is cut for a while, and the head is lost and comes back at another address. The same run without faults comes
-first.
+first. The kinds of a rank come in turn: all of them, before one comes again.
 
 A killed process of a private Ray, or a lost head, ends the driver with exit code 3; the same command is run again, with the new
 address.
@@ -243,10 +243,14 @@ def main() -> None:
         rng = random.Random(options.seed)
         # On hosts every second fault is a node fault: killed, drained, or its network is cut, every second time in one direction.
         chosen: list[Fault] = []
+        turn: list[Any] = []
         outside: dict[str, list[int]] = {what: [] for what in FROM_OUTSIDE}
         for i in range(count):
-            kinds: Sequence[Any] = [*OF_NODES, *FROM_OUTSIDE] if of_hosts and i % 2 == 0 else here
-            kind, rank, step = rng.choice(kinds), rng.randrange(workers), APART * (i + 1) + rng.randrange(10)
+            of_node = of_hosts and i % 2 == 0
+            if not of_node and not turn:  # all kinds, then all again in another order
+                turn = rng.sample(here, len(here))
+            kind = rng.choice([*OF_NODES, *FROM_OUTSIDE]) if of_node else turn.pop()
+            rank, step = rng.randrange(workers), APART * (i + 1) + rng.randrange(10)
             if kind in FROM_OUTSIDE:
                 outside[kind].append(step)
             else:

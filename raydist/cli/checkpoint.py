@@ -148,13 +148,13 @@ def prune(
 ) -> None:
     """Delete all checkpoints but the newest ones, the best by eval loss, and those being read.
 
-    What is kept is read before anything is deleted: a damaged checkpoint stays, but does not count.
+    What is kept is read before anything is deleted: a damaged checkpoint is kept, but not counted in --keep.
     """
     from raydist.api.runs import Run
 
     folder = resolve(run, storage)
     pruned = Run(folder).prune(
-        keep, lambda problem: print(f"raydist: {problem}; it is kept, but does not count", file=sys.stderr)
+        keep, lambda problem: print(f"raydist: {problem}; it is kept, but not counted in --keep", file=sys.stderr)
     )
     left = folder.committed()
     if as_json:

@@ -53,9 +53,7 @@ def prepare(
             show_default=False,
         ),
     ] = None,
-    loss_on: Annotated[
-        str, typer.Option(help="For chat: completions (what the assistant says), or all.")
-    ] = "completions",
+    loss_on: Annotated[str, typer.Option(help="For chat: completions (the assistant's text), or all.")] = "completions",
     address: Annotated[
         str | None,
         typer.Option(

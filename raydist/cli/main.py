@@ -135,7 +135,7 @@ _READING = frozenset(
 
 
 def _trusted(arguments: list[str]) -> bool:
-    """Whether the command may run the user's own code: it trains or plans, or is told so."""
+    """Whether the command may run the user's own code: it trains or plans, or has --trust."""
     words = [argument for argument in arguments if not argument.startswith("-")][:2]
     of_run = words[:1] == ["doctor"] and not any(argument.endswith((".yaml", ".yml")) for argument in arguments)
     return not (of_run or not _READING.isdisjoint([*words[:1], " ".join(words)])) or "--trust" in arguments

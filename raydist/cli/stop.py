@@ -37,7 +37,7 @@ def stop(
             lambda line: print(f"raydist: {line}", file=sys.stderr),
         )
     except KeyboardInterrupt:
-        print(f"raydist: {folder} still stops; `raydist runs` shows when it has", file=sys.stderr)
+        print(f"raydist: {folder} is still stopping; check with `raydist runs`", file=sys.stderr)
         raise typer.Exit(130) from None
     if not as_json:
         print(made.text)

@@ -87,7 +87,7 @@ class WriteAheadLog:
             self._gone += end - len(self._head)
 
     def close(self) -> None:
-        """Everything is durable, or given up: later entries are ignored."""
+        """Everything is durable or abandoned: later entries are ignored."""
         with self._lock:
             self._drop()
 

@@ -66,7 +66,7 @@ class DriverLease:
     """Acquired at construction, renewed by a thread, released by `release` or at the end of a `with` block.
 
     Raises UsageError if another driver still holds the run after `wait_s`, StorageError if the folder cannot be written. A lease
-    that is damaged, or of a clock that is ahead, says nothing about now: it is free if nobody renews it for `watch_s`.
+    that is damaged, or of a clock that is ahead, is not evidence of a live driver: it is free if it is not renewed for `watch_s`.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class DriverLease:
             return
         with suppress(StorageError, FileNotFoundError):
             data = self._run.storage.read(_stop_name(self._number))
-            self._stop = "somebody"
+            self._stop = "unknown"
             with suppress(ValueError, KeyError, TypeError):
                 who = parse_json(data)
                 self._stop = f"{who.get('by', '`raydist stop`')}, process {who['pid']} on {who['host']}"

@@ -187,7 +187,7 @@ def test_ctrl_c_withdraws_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
         done = call(run.uri)
         assert run.storage.exists("drivers/000001.stop")
     assert done.exit_code == 130
-    assert "run a-run still stops" in done.stderr
+    assert "run a-run is still stopping" in done.stderr
 
 
 @pytest.fixture
