@@ -6,7 +6,8 @@ Two gloo ranks of one thread each hold both at once: the session's loop, and a s
 DistributedSampler and AdamW, as torch's tutorial has it. Each round makes a step of either, in a new order, of the same GPT and as
 many tokens. Both clip the gradient; the session also records the step and checks that all ranks are there. The figures are medians
 of the rounds' ratios, in wall time and in processor time of the process, whose mean over the ranks counts. A busy machine disturbs
-the wall time more. `--keep` writes results/own.json.
+the wall time more. `import_s`: processor seconds of `import raydist` and of its first call in a process, above those of an empty
+one. `--keep` writes results/own.json.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import argparse
 import json
 import os
 import random
+import resource
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -86,6 +90,17 @@ def timed(step: Callable[[], None]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - processor
 
 
+def imported(code: str) -> float:
+    """Processor seconds of a process with this code, the median of nine."""
+    found = []
+    for _ in range(9):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return statistics.median(found)
+
+
 def main(number: int, port: int, rounds: int, strategy: str, storage: str, keep: bool) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(WORLD))
@@ -119,7 +134,9 @@ def main(number: int, port: int, rounds: int, strategy: str, storage: str, keep:
             "tokens_per_s_over_plain": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)],
             "seconds": {name: round(statistics.median(found), 5) for name, found in means.items()},
         }  # fmt: skip
-    result = {"rounds": rounds - 1, "ranks": WORLD, "strategy": strategy, **figures}
+    empty, codes = imported("pass"), {"raydist": "import raydist", "raydist.train": "import raydist; raydist.train"}
+    imports = {name: round(imported(code) - empty, 3) for name, code in codes.items()}
+    result = {"rounds": rounds - 1, "ranks": WORLD, "strategy": strategy, **figures, "import_s": imports}
     print(json.dumps(result, indent=1))
     if keep:
         write("own", result)

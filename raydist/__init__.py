@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from raydist.api.checking import check
     from raydist.api.datasets import prepare_data
     from raydist.api.evaluating import evaluate
+    from raydist.api.examining import doctor
+    from raydist.api.forecasting import forecast
     from raydist.api.planning import plan
     from raydist.api.runs import Run
     from raydist.api.start import list_runs, open, run_script, sweep, train
@@ -19,11 +21,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Run", "Sweep", "check", "evaluate", "list_runs", "open", "plan", "prepare_data", "run_script", "submit", "sweep", "train",
+    "Run", "Sweep", "check", "doctor", "evaluate", "forecast", "list_runs", "open", "plan", "prepare_data", "run_script", "submit",
+    "sweep", "train",
 ]  # fmt: skip
 _MODULES = {
-    "Run": "runs", "Sweep": "sweeps", "check": "checking", "evaluate": "evaluating", "plan": "planning", "prepare_data": "datasets",
-    "submit": "submitting",
+    "Run": "runs", "Sweep": "sweeps", "check": "checking", "doctor": "examining", "evaluate": "evaluating",
+    "forecast": "forecasting", "plan": "planning", "prepare_data": "datasets", "submit": "submitting",
 }  # fmt: skip
 
 

@@ -167,7 +167,8 @@ def load(kind: str, name: str) -> Any:
     if ":" in name and not _trusted:
         raise ExtensionNotFound(
             f'{kind} "{name}" is code that the files of a run or dataset name, and this command runs none of it',
-            "if you trust their author, repeat the command with --trust, in the folder that holds that code",
+            "if you trust their author, repeat the command with --trust (in Python: trust=True), in the folder that holds "
+            "that code",
         )
     check(kind, name)
     attribute = FOLDERS[kind][1]

@@ -14,7 +14,7 @@ from raydist.worker.hooks import BaseHook, HookFacts
 
 
 class Recorder:
-    """Appends each call to a file of its rank, and draws random numbers. Not a BaseHook: it has no `on_start`."""
+    """Appends each call to a file of its rank, and draws random numbers. Not a BaseHook."""
 
     def __init__(self, facts: HookFacts) -> None:
         self._path = f"{facts.options['folder']}/{facts.rank}.jsonl"
@@ -24,6 +24,9 @@ class Recorder:
         random.random(), np.random.rand(), torch.rand(3)
         with open(self._path, "a") as file:
             file.write(json.dumps(what) + "\n")
+
+    def on_start(self) -> None:
+        self._write("start")
 
     def on_step(self, record: Any) -> None:
         self._write("step", record.step, record.loss)

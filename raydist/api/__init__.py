@@ -13,7 +13,8 @@ Runs in: the user's process. Imports neither torch nor ray, and starts none of t
 
     start.py, runs.py, sweeps.py                  what users call, by the names in raydist/__init__.py
     planning.py, checking.py, evaluating.py,
-    datasets.py, submitting.py                    the same, each with a process of its own
+    examining.py, forecasting.py, datasets.py,
+    submitting.py                                 the same, each with a process of its own
     training.py, scripts.py, sweep_training.py    the drivers, in a process of their own, or in that of a command of raydist/cli
     call.py, driver.py                            both sides of a call that has a process of its own
     process.py, crash.py                          what is around such a call, and around a command

@@ -151,12 +151,17 @@ class Separate(Protocol[P, R_co]):
 
 
 def separate(function: Callable[P, R_co]) -> Separate[P, R_co]:
-    """Decorates a function of a module, with plain values as arguments and result. Raises InterruptedError if a signal ends it."""
+    """Decorates a function of a module, with plain values as arguments and result. Raises InterruptedError if a signal ends it.
+
+    One that reads what others have made has an argument `trust`, False by default: whether code that this names may run.
+    """
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R_co:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
-        result: Any = Call(f"{function.__module__}:{function.__name__}", given).wait()
+        given = signature.bind(*args, **kwargs).arguments
+        trusted = bool(given.get("trust", "trust" not in signature.parameters))
+        result: Any = Call(f"{function.__module__}:{function.__name__}", given, trusted=trusted).wait()
         if result is None:
             raise InterruptedError(f"{function.__name__} was interrupted")
         return result  # type: ignore[no-any-return]
@@ -168,7 +173,18 @@ def separate(function: Callable[P, R_co]) -> Separate[P, R_co]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    return value.model_dump(mode="json") if hasattr(value, "model_dump") else os.fspath(value)
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    try:
+        return os.fspath(value)
+    except TypeError:
+        pass
+    if getattr(value, "shape", None) == ():  # a number of numpy or torch
+        return value.item()
+    raise UsageError(
+        f"{value!r:.60}: a {type(value).__module__}.{type(value).__qualname__} is not a value of a job",
+        "give numbers, texts, lists and dicts",
+    )
 
 
 def check_numbers(most: float = math.inf, **numbers: tuple[float | None, float]) -> None:

@@ -1,7 +1,7 @@
 """A run, as its folder has it: its steps, events, findings and checkpoints, during and after training.
 
-Runs in: the user's process. Imports pyarrow inside functions; torch in `Run.model` and
-`Run.weights` alone; never ray.
+Runs in: the user's process. Imports pyarrow inside functions; torch in `Run.model`, `sample`, `chat` and `weights` alone; never
+ray.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from raydist.api import notebook
-from raydist.api.call import Call
+from raydist.api.call import Call, check_numbers
 from raydist.errors import StopFailed, TrainingStopped, UsageError
 from raydist.printable import printable
 from raydist.run.directory import REPORT, Folder, RunDir
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
+    from raydist.launch.replay import Replay
     from raydist.records import Event
     from raydist.report.run_metrics import Report
+    from raydist.run.sweep_directory import SweepDir
+    from raydist.worker.sampling import Chat
 
 POLL_S = 0.5
 STOP_S = 600.0
@@ -34,6 +37,8 @@ Of = TypeVar("Of", bound=Folder)
 
 class Started(Generic[Of]):
     """What a run and a sweep have in common. `driver`: its driver, if this process has started it."""
+
+    _kind = "run"
 
     def __init__(self, folder: Of, driver: Call | None = None) -> None:
         self.folder = folder
@@ -57,6 +62,39 @@ class Started(Generic[Of]):
 
         driver = newest_driver(self.folder)
         return driver is None or not driver.alive
+
+    def _until_ended(self, timeout: float | None, refresh: Callable[[], None] = lambda: None) -> None:
+        """Raises TimeoutError after `timeout` seconds. `refresh` is called often meanwhile."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.ended():
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{self._kind} {self.name} has not ended in {timeout:g} s")
+            self._pause(deadline)
+            refresh()
+
+    def _pause(self, deadline: float | None) -> None:
+        pause = POLL_S if deadline is None else max(0.0, min(POLL_S, deadline - time.monotonic()))
+        if self._driver is None:
+            time.sleep(pause)
+            return
+        try:
+            self._driver.wait(pause)
+        except TimeoutError:
+            return
+
+    def _stop(self, wait: bool, timeout: float) -> None:
+        """Returns, with `wait`, when its driver's process has ended, too. Raises StopFailed."""
+        from raydist.api import stopping
+
+        folder = stopping.Driven(cast("RunDir | SweepDir", self.folder))
+        stopping.stop(folder, timeout if wait else None, f"raydist.{type(self).__name__}.stop")
+        if wait and self._driver is not None:
+            try:
+                self._driver.wait(timeout)
+            except TimeoutError:
+                raise StopFailed(
+                    f"{self._kind} {self.name}: its driver, process {self._driver.pid}, has not ended"
+                ) from None
 
 
 class Run(Started[RunDir]):
@@ -142,13 +180,23 @@ class Run(Started[RunDir]):
         return retention.prune(self.folder, kept, damaged=damaged)
 
     def export(
-        self, folder: str, step: int | None = None, format: str = "huggingface", dtype: str | None = None
-    ) -> str:
-        """Writes the weights of a checkpoint, by default the newest, to a new folder, as `raydist checkpoint export` does in a
-        process of its own; `AutoModelForCausalLM.from_pretrained` reads it. Returns the folder."""
-        given = {"run": self.folder.full_uri, "step": step, "out": folder, "format": format, "dtype": dtype}
-        Call(f"{__name__}:export", given, trusted=False).wait()
+        self, folder: str, step: int | None = None, format: str = "huggingface", dtype: str | None = None, *,
+        dataset: str | None = None, quantize: str | None = None, max_loss_increase: float = 0.05, file_mb: float = 5000.0,
+    ) -> str:  # fmt: skip
+        """Writes the weights of a checkpoint, by default the newest, to a new folder, as `raydist checkpoint export` does, whose
+        options these are, in a process of its own; `AutoModelForCausalLM.from_pretrained` reads it. Returns the folder."""
+        given = {name: value for name, value in locals().items() if name not in ("self", "folder")}
+        Call(f"{__name__}:export", {**given, "run": self.folder.full_uri, "out": folder}, trusted=False).wait()
         return folder
+
+    def replay(self, steps: int, step: int | None = None, workers: int | None = None, *, trust: bool = False) -> Replay:
+        """Trains the `steps` after the checkpoint of `step` again, on another number of workers of this machine, and compares every
+        bit, as `raydist checkpoint verify --replay` does. `trust`: code of your own that its spec names may run. Raises UserErrors,
+        TrainingStopped."""
+        from raydist.launch.replay import replay
+
+        check_numbers(steps=(steps, 1), workers=(workers, 1))
+        return replay(self.folder, steps, step, workers, trust)
 
     def model(self, step: int | None = None) -> nn.Module:
         """The model with the weights of a checkpoint, by default the newest, for evaluation on the CPU. Imports torch here, and the
@@ -156,6 +204,24 @@ class Run(Started[RunDir]):
         from raydist.worker.checkpoint.restored_model import newest_model
 
         return newest_model(self.folder, step)[0]
+
+    def sample(
+        self, prompt: str = "def ", *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0,
+        step: int | None = None,
+    ) -> str:  # fmt: skip
+        """The prompt, and what the model of a checkpoint generates after it, as `raydist sample` prints it: see `model`."""
+        from raydist.worker import sampling
+
+        return sampling.of_run(self.folder, step).text(prompt, tokens, temperature, top_k, seed)
+
+    def chat(
+        self, *, system: str | None = None, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0,
+        step: int | None = None,
+    ) -> Chat:  # fmt: skip
+        """A conversation with a model that was trained to chat: `chat.add("user", text)`, then `chat.answer()`. See `model`."""
+        from raydist.worker import sampling
+
+        return sampling.of_run(self.folder, step).chat(tokens, temperature, top_k, seed, system)
 
     def weights(self, step: int | None = None) -> dict[str, Tensor]:
         """The weights of a checkpoint, by default the newest, by name: whole, on the CPU, whatever ranks saved them, for
@@ -195,11 +261,11 @@ class Run(Started[RunDir]):
         return {**shares, "path": self.folder.storage.at(name).uri}
 
     def logs(self, rank: int | None = None, attempt: int | None = None) -> Iterator[tuple[int, str]]:
-        """(rank, line) of what the ranks printed in an attempt, by default the newest, rank by rank."""
-        from raydist.run.log import last_attempt
-        from raydist.run.rank_logs import Reader
+        """(rank, line) of what the ranks printed in an attempt, by default the newest, rank by rank. Raises UsageError for a rank
+        or an attempt that there was not."""
+        from raydist.run.rank_logs import reader
 
-        yield from Reader(self.folder, attempt or last_attempt(self.folder), rank).read(last=True)
+        return reader(self.folder, attempt, rank).read(last=True)
 
     def report(self, path: str | None = None) -> str:
         """Writes the run's page to a path or URI, by default report.html in its folder, and returns where it is.
@@ -224,13 +290,8 @@ class Run(Started[RunDir]):
         Raises the error that ended it, with its root cause, if it did not reach its end or a pause; TimeoutError after `timeout`
         seconds. In a notebook it shows the curves of the run meanwhile.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
         with notebook.live(self) as refresh:
-            while not self.ended():
-                if deadline is not None and time.monotonic() > deadline:
-                    raise TimeoutError(f"run {self.name} has not ended in {timeout:g} s")
-                self._pause(deadline)
-                refresh()
+            self._until_ended(timeout, refresh)
         if self._driver is not None:
             self._driver.wait()
         elif (status := self.status) in ("stopped", "lost"):
@@ -247,14 +308,7 @@ class Run(Started[RunDir]):
 
         Does nothing if no driver trains it. Raises StopFailed if it has not ended in `timeout` seconds.
         """
-        from raydist.api import stopping
-
-        stopping.stop(self.folder, timeout if wait else None)
-        if wait and self._driver is not None:
-            try:
-                self._driver.wait(timeout)
-            except TimeoutError:
-                raise StopFailed(f"run {self.name}: its driver, process {self._driver.pid}, has not ended") from None
+        self._stop(wait, timeout)
         return self
 
     def delete(self) -> None:
@@ -276,22 +330,28 @@ class Run(Started[RunDir]):
 
         return read_state(self.folder)
 
-    def _pause(self, deadline: float | None) -> None:
-        pause = POLL_S if deadline is None else max(0.0, min(POLL_S, deadline - time.monotonic()))
-        if self._driver is None:
-            time.sleep(pause)
-            return
-        try:
-            self._driver.wait(pause)
-        except TimeoutError:
-            return
 
+def export(
+    run: str, step: int | None, out: str, format: str, dtype: str | None, dataset: str | None, quantize: str | None,
+    max_loss_increase: float, file_mb: float, show: Callable[[str], None] = lambda line: None,
+) -> None:  # fmt: skip
+    """What `raydist checkpoint export` and `Run.export` do. Imports torch. `show` gets a line of each figure, and the folder."""
+    check_numbers(max_loss_increase=(max_loss_increase, 0), file_mb=(file_mb, 0.001))
+    place, folder = RunDir(run), Path(out)
+    written: dict[str, Any] = {"dtype": dtype, "file_bytes": int(file_mb * 1e6)}
+    if quantize is None:
+        from raydist.worker.checkpoint.export import export
 
-def export(run: str, step: int | None, out: str, format: str, dtype: str | None) -> None:
-    """`Run.export` in a process of its own. Imports torch."""
-    from raydist.worker.checkpoint.export import export
+        show(str(export(place, step, folder, format, dataset, **written)))
+        return
+    if quantize != "int8":
+        raise UsageError(f"--quantize {quantize}: cannot be written", "there is: int8")
+    if format == "peft":
+        raise UsageError("--format peft: adapters are not quantized", "leave out one of --quantize and --format")
+    from raydist.worker.checkpoint.export_int8 import export_int8
 
-    export(RunDir(run), step, Path(out), format, dtype=dtype)
+    for line in (*export_int8(place, step, folder, dataset, max_loss_increase, **written).lines(), str(folder)):
+        show(line)
 
 
 def place_of(path: str | None, home: Storage) -> tuple[Storage, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from raydist.errors import StopFailed, UsageError
@@ -99,16 +100,28 @@ class Driven:
         return f"{self} is {status} {self.as_it_is()}: there is nothing to stop"
 
 
-def stop(place: RunDir | SweepDir, wait_s: float | None, by: str = "raydist.Run.stop") -> None:
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What came of a request: whether a driver was `asked`, whether none trains it any more, and a line about it."""
+
+    asked: bool
+    ended: bool
+    text: str
+
+
+def stop(folder: Driven, wait_s: float | None, by: str, say: Callable[[str], None] = lambda line: None) -> Stop:
     """Asks the driver to end after one checkpoint, and waits at most `wait_s` seconds for that; None: does not wait.
 
-    Does nothing if there is no live driver. Raises UsageError for a cell of a sweep, StopFailed if it has not ended in time.
+    Does nothing if there is no live driver. `by`: who asks; `say` gets a line when it is asked. Raises UsageError for a cell of a
+    sweep, StopFailed if it has not ended in time.
     """
-    folder = Driven(place)
-    driver = newest_driver(place)
+    driver = newest_driver(folder.place)
     folder.refuse_cell(driver)
     if driver is None or not driver.alive:
-        return
-    ask_stop(place, driver, by)
-    if wait_s is not None:
-        wait(folder, driver, wait_s)
+        return Stop(False, True, folder.at_rest(driver))
+    first = ask_stop(folder.place, driver, by)
+    say(f"{f'asked {driver}' if first else f'{driver} was asked before'} to stop {folder} after one checkpoint")
+    if wait_s is None:
+        return Stop(True, False, f"{folder} was asked to stop")
+    wait(folder, driver, wait_s)
+    return Stop(True, True, folder.ended())

@@ -11,9 +11,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raydist.api.sweeps import page
+from raydist.api.sweeps import check_finished, page
 from raydist.api.training import run_logs
-from raydist.errors import TrainingStopped
 from raydist.run.directory import REPORT, default_storage
 from raydist.run.sweep_directory import RESULTS, SweepDir
 from raydist.run.sweep_state import DONE, fold
@@ -40,7 +39,7 @@ def train(
     return finish(*train_cells(sweep, sweep.cells(), storage or default_storage(), address, wait_for_driver), show)
 
 
-def _check(sweep: Sweep, cells: Sequence[Cell]) -> None:
+def check_cells(sweep: Sweep, cells: Sequence[Cell]) -> None:
     """Raises SpecError with all problems of the cells, UserError if what searches for them is not installed."""
     from raydist.spec.sweep import check
 
@@ -49,30 +48,6 @@ def _check(sweep: Sweep, cells: Sequence[Cell]) -> None:
         from raydist.cluster.sweep.search import require
 
         require(sweep.spec.search)
-
-
-def forecast(
-    spec: str | Path, *, set: Overrides | None, name: str | None, storage: str | None, address: str | None, device: str | None,
-    show: Callable[[dict[str, Any]], None],
-) -> None:  # fmt: skip
-    """Gives the cells and their estimated time to `show`; starts nothing. `device`: the GPU to estimate for; None: the slowest at
-    `address`, else this machine's. Raises SpecError, after `show`, if a cell is wrong."""
-    from raydist.api.speed import estimate_speed
-    from raydist.cluster import place
-    from raydist.report.sweep import forecast
-    from raydist.spec.sweep import load_sweep
-
-    sweep = load_sweep(spec, set or (), name)
-    cells = sweep.cells()
-    known = forecast.paces(Storage(storage or default_storage()), sweep, cells)
-    address = place.where(address)
-    nodes = place.look(address) if device is None or address != "local" else None  # None: it will run on other machines
-    pace = estimate_speed(device, None if nodes is None or address == "local" else nodes.resources)
-    able = sweep.scouts() if sweep.spec.search.chooses else cells
-    jobs = [cell.spec for cell in able if cell.spec is not None]
-    here = None if nodes is None else nodes.place(jobs, sweep.spec.array.concurrent)
-    show(forecast.tell(sweep, cells, known, pace, here))
-    _check(sweep, cells)
 
 
 def train_cells(
@@ -98,7 +73,7 @@ def train_cells(
     from raydist.run.lease import DriverLease
     from raydist.spec.sweep import store
 
-    _check(sweep, cells)
+    check_cells(sweep, cells)
     able = [cell for cell in sweep.scouts() if not cell.problems] if sweep.spec.search.chooses else cells
     folder = SweepDir(Storage(home).at(sweep.name))
     datasets = Datasets(home, data_progress)
@@ -189,22 +164,16 @@ def _written(name: str, write: Callable[[], None]) -> bool:
 
 
 def _report_failures(folder: SweepDir, code: int) -> None:
-    """Prints the failed cells and their causes on stderr. Raises TrainingStopped if all cells are done and none has finished."""
+    """Prints the failed cells and their causes on stderr. `code`: 0 if no signal ended the sweep. Raises TrainingStopped if all
+    cells are done and none has finished."""
+    if code == 0:
+        check_finished(folder)
     events = folder.events()
     states = fold(events)
     cells = [cell.id for cell in folder.cells(events)]
     failed = {cell: _line(states[cell].cause) for cell in cells if cell in states and states[cell].status == "failed"}
     if not failed:
         return
-    statuses = {states[cell].status if cell in states else "waiting" for cell in cells}
-    first, cause = next(iter(failed.items()))
-    if code == 0 and statuses <= DONE and "finished" not in statuses:
-        raise TrainingStopped(
-            f"sweep {folder.name}: none of its {len(cells):,} cells has finished; {len(failed):,} failed, the first one because of "
-            f"{cause}",
-            f"details of that one: raydist show {folder.run(first).uri}; after you fix the cause, start a new sweep with --name: "
-            "failed cells are not tried again",
-        )
     print(f"{len(failed):,} of {len(cells):,} cells failed:", file=sys.stderr)
     for cell, why in list(failed.items())[:_NAMED]:
         print(f"  {cell}: {why}", file=sys.stderr)

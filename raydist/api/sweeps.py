@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from raydist.api import notebook
 from raydist.api.runs import STOP_S, Run, Started, place_of
+from raydist.errors import TrainingStopped
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from raydist.run.sweep_directory import SweepDir  # noqa: F401 - in a base class, as text
+    from raydist.run.sweep_directory import SweepDir
     from raydist.spec import JobSpec
 
 
 class Sweep(Started["SweepDir"]):
     """`raydist.open` and `raydist.sweep` return it. Every call reads the sweep's folder anew; none needs the cluster."""
+
+    _kind = "sweep"
 
     def show(self) -> dict[str, Any]:
         """What `raydist sweep results --json` prints: points, cells, costs, and what can be concluded."""
@@ -51,16 +54,27 @@ class Sweep(Started["SweepDir"]):
         return home.at(name).uri
 
     def wait(self, timeout: float | None = None) -> Sweep:
-        """Waits until the driver that this process started has ended. Raises its error, TimeoutError after `timeout` seconds."""
+        """Waits until no driver trains the sweep. Returns the sweep.
+
+        Raises TrainingStopped if none of its cells has finished, or its driver died; the error of a driver that this process has
+        started; TimeoutError after `timeout` seconds.
+        """
+        self._until_ended(timeout)
         if self._driver is not None:
-            self._driver.wait(timeout)
+            self._driver.wait()
+            return self
+        check_finished(self.folder)
+        from raydist.api import stopping
+        from raydist.run.lease import newest_driver
+
+        driver, folder = newest_driver(self.folder), stopping.Driven(self.folder)
+        if driver is not None and not driver.ended:
+            raise TrainingStopped(f"{folder}: its driver died", folder.as_it_is())
         return self
 
     def stop(self, wait: bool = True, timeout: float = STOP_S) -> Sweep:
         """Ends the sweep after one checkpoint of each cell that trains. Raises StopFailed after `timeout` seconds."""
-        from raydist.api import stopping
-
-        stopping.stop(self.folder, timeout if wait else None)
+        self._stop(wait, timeout)
         return self
 
     def delete(self) -> None:
@@ -74,6 +88,25 @@ class Sweep(Started["SweepDir"]):
 
     def _repr_html_(self) -> str:
         return notebook.frame(page(self.show()))
+
+
+def check_finished(folder: SweepDir) -> None:
+    """Raises TrainingStopped if all cells are done and none of them has finished."""
+    from raydist.run.sweep_state import DONE, fold
+
+    events = folder.events()
+    states = fold(events)
+    cells = [cell.id for cell in folder.cells(events)]
+    failed = [cell for cell in cells if cell in states and states[cell].status == "failed"]
+    statuses = {states[cell].status if cell in states else "waiting" for cell in cells}
+    if failed and statuses <= DONE and "finished" not in statuses:
+        cause = " ".join((states[failed[0]].cause or "an unknown cause").split())
+        raise TrainingStopped(
+            f"sweep {folder.name}: none of its {len(cells):,} cells has finished; {len(failed):,} failed, the first one because of "
+            f"{cause}",
+            f"details of that one: raydist show {folder.run(failed[0]).uri}; after you fix the cause, start a new sweep with "
+            "--name: failed cells are not tried again",
+        )
 
 
 def page(summary: dict[str, Any]) -> bytes:

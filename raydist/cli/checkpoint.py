@@ -83,7 +83,8 @@ def verify(
         int | None,
         typer.Option(
             min=1,
-            help="With --replay: workers, on this machine; default: those of one replica, or of two if one trained them.",
+            help="With --replay: workers, on this machine; default: those of one replica, or of two if one trained them and there "
+            "are as many virtual ranks.",
         ),
     ] = None,
     trust: options.Trust = False,
@@ -121,9 +122,9 @@ def verify(
 def _replay(folder: RunDir, steps: int, step: int | None, workers: int | None, trust: bool, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from raydist.launch.replay import replay
+    from raydist.api.runs import Run
 
-    made = replay(folder, steps, step, workers, trust)
+    made = Run(folder).replay(steps, step, workers, trust=trust)
     if as_json:
         print(json.dumps(asdict(made)))
     else:
@@ -207,17 +208,7 @@ def export(
     storage: options.Storage = None,
 ) -> None:
     """Write a checkpoint's weights for other libraries. Default: the newest valid checkpoint."""
-    folder = resolve(run, storage)
-    if quantize is not None:
-        if quantize != "int8":
-            raise UsageError(f"--quantize {quantize}: cannot be written", "there is: int8")
-        if file_format == "peft":
-            raise UsageError("--format peft: adapters are not quantized", "leave out one of --quantize and --format")
-        from raydist.worker.checkpoint.export_int8 import export_int8
+    from raydist.api.runs import export as write
 
-        written = {"dtype": dtype, "file_bytes": int(file_mb * 1e6)}
-        print("\n".join([*export_int8(folder, step, out, dataset, max_loss_increase, **written).lines(), str(out)]))
-        return
-    from raydist.worker.checkpoint.export import export as write
-
-    print(write(folder, step, out, file_format, dataset, dtype=dtype, file_bytes=int(file_mb * 1e6)))
+    folder = resolve(run, storage).full_uri
+    write(folder, step, str(out), file_format, dtype, dataset, quantize, max_loss_increase, file_mb, show=print)

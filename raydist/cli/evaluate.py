@@ -31,11 +31,9 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout.")] = False,
 ) -> None:
     """Print the loss of exported weights on held-out text, and the speed of the passes."""
-    from raydist import registry
     from raydist.api import evaluating
 
-    registry.trust(trust)
-    found = evaluating.evaluate.here(folder, data, context=context, batches=batches, sequences=sequences)
+    found = evaluating.evaluate.here(folder, data, context=context, batches=batches, sequences=sequences, trust=trust)
     if as_json:
         print(json.dumps(found))
         return

@@ -43,22 +43,14 @@ def logs(
 ) -> None:
     """Show what the ranks of a run printed, stdout and stderr together."""
     from raydist.run.directory import resolve
-    from raydist.run.log import last_attempt
-    from raydist.run.rank_logs import Reader
-    from raydist.run.status import read_state
+    from raydist.run.rank_logs import reader as reader_of
 
     if follow and attempt is not None:
         raise UsageError("--follow and --attempt exclude one another", "--follow begins with the newest attempt")
     place = resolve(run, storage)
-    newest = last_attempt(place)
-    number = attempt or newest
-    if number > newest:
-        raise UsageError(f"run {place.name} has no attempt {number}", f"the newest is {newest}")
-    world = read_state(place).get("world_size") if number == newest else None
-    if rank is not None and world and rank >= world:
-        raise UsageError(f"run {place.name} has no rank {rank}", f"it has {world}, counted from 0")
+    reader = reader_of(place, attempt, rank)
+    number = reader.attempt
     out = _Printer(as_json)
-    reader = Reader(place, number, rank)
     out.all(number, reader, tail, last=not follow)
     if follow:
         _follow(place, reader, out)

@@ -5,14 +5,15 @@ Runs in: the user's shell, in one process without Ray. Imports torch inside the 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from raydist.cli import options
-from raydist.cli.chat import Chat, lines
-from raydist.errors import UsageError, UserError
+from raydist.errors import UsageError
 from raydist.printable import printable
 from raydist.run.directory import SPEC, resolve
 
@@ -51,49 +52,31 @@ def sample(
     """Print text that a trained model generates, or chat with it."""
     if not chat and (message or system):
         raise UsageError("--message and --system: need --chat", "add --chat, or give the text with --prompt")
-    if Path(run, "config.json").is_file() and not Path(run, SPEC).exists():
-        if chat:
-            raise UsageError(
-                "--chat: needs a run, not exported weights", "transformers chats with these; or name the run"
-            )
-        from raydist.worker.exported import open_folder
-
-        exported = open_folder(Path(run))
-        tokenizer = exported.tokenizer()
-        _print(exported.model, tokenizer, tokenizer.end, prompt, tokens, temperature, top_k, seed)
-        return
-    folder = resolve(run, storage)
-
     from raydist import registry
-    from raydist.worker.checkpoint.restored_model import newest_model
+    from raydist.worker import sampling
 
-    registry.trust(trust)
-    made, dataset, spec = newest_model(folder, step)
-    model: Any = made
-    if not hasattr(model, "generate"):
-        raise UserError(f'model "{spec.model.name}" cannot generate text', "give it generate(tokens_BT, max_new, ...)")
-    if chat:
-        import torch
-
-        draw = {"temperature": temperature, "top_k": top_k, "generator": torch.Generator().manual_seed(seed)}
-        conversation = Chat(model, dataset, spec.model.context, tokens, draw)
-        if system is not None:
-            conversation.add("system", system)
-        for text in message or lines():
-            conversation.add("user", text)
-            print(printable(conversation.answer()), flush=True)
+    if Path(run, "config.json").is_file() and not Path(run, SPEC).exists():
+        made = sampling.of_folder(Path(run))
+    else:
+        folder = resolve(run, storage)
+        registry.trust(trust)
+        made = sampling.of_run(folder, step)
+    if not chat:
+        print(printable(made.text(prompt, tokens, temperature, top_k, seed)))
         return
-    _print(model, dataset.tokenizer, dataset.end, prompt, tokens, temperature, top_k, seed)
+    conversation = made.chat(tokens, temperature, top_k, seed, system)
+    for text in message or _lines():
+        conversation.add("user", text)
+        print(printable(conversation.answer()), flush=True)
 
 
-def _print(
-    model: Any, tokenizer: Any, end: int, prompt: str, tokens: int, temperature: float, top_k: int, seed: int
-) -> None:
-    """Prints the prompt and what the model generates after it. `end`: what an empty prompt begins with."""
-    import torch
-
-    ids = tokenizer.encode([prompt])[0]
-    tokens_BT = torch.tensor([list(map(int, ids)) or [end]])
-    generator = torch.Generator().manual_seed(seed)
-    output_BT = model.generate(tokens_BT, tokens, temperature=temperature, top_k=top_k, generator=generator)
-    print(printable(tokenizer.decode(output_BT[0].tolist())))
+def _lines() -> Iterator[str]:
+    """The messages that a user types, or that another program writes: one a line, empty ones left out."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()

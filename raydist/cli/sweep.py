@@ -57,7 +57,7 @@ def run(
     as_json: options.LastJson = False,
 ) -> None:
     """Train a sweep. The same command again resumes it."""
-    from raydist.api import sweep_training
+    from raydist.api import forecasting, sweep_training
 
     if device is not None and not dry_run:
         raise UsageError(f"--device {device} needs --dry-run", "leave it out: training uses the cluster's GPUs")
@@ -73,7 +73,7 @@ def run(
 
         print(json.dumps(estimate, allow_nan=False)) if as_json else tables.forecast(estimate)
 
-    sweep_training.forecast(file, set=overrides, name=name, storage=storage, address=address, device=device, show=show)
+    forecasting.estimate(file, overrides, name, storage, address, device, show)
 
 
 def _show(summary: dict[str, Any], as_json: bool, *, failures: bool = True) -> None:

@@ -29,6 +29,8 @@ ACTIONS = {
 }
 """Action -> the button's label, and the question before it."""
 _asked: set[tuple[str, str]] = set()
+_asking = threading.Lock()
+"""Of `_asked`: two requests of browsers are answered in two threads."""
 
 
 def buttons() -> Markup:
@@ -67,9 +69,10 @@ def ask(run: RunDir, action: str) -> str:
 def _beside(run: RunDir, action: str, call: Callable[[], object], told: str) -> str:
     """Waits for the answer in a thread: what comes of it is in the run's events. Raises UsageError while one is on its way."""
     key = run.uri, action
-    if key in _asked:
-        raise UsageError(f"run {run.name} is asked for a {action} already", "wait for it")
-    _asked.add(key)
+    with _asking:
+        if key in _asked:
+            raise UsageError(f"run {run.name} is asked for a {action} already", "wait for it")
+        _asked.add(key)
 
     def wait() -> None:
         try:

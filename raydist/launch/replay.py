@@ -53,7 +53,8 @@ class Replay:
 
 def replay(run: RunDir, steps: int, start: int | None, workers: int | None, trust: bool = False) -> Replay:
     """Trains the `steps` after checkpoint `start` again. None: the newest one that so many steps follow; for `workers`: those of
-    one replica, or of two if one trained them. `trust`: code of one's own that the run's spec names may run.
+    one replica, or of two if one trained them and there are as many virtual ranks. `trust`: code of one's own that the run's spec
+    names may run.
 
     Raises UsageError where there is no such checkpoint, or the run need not have the same bits; TrainingStopped if a rank fails.
     """
@@ -74,7 +75,7 @@ def replay(run: RunDir, steps: int, start: int | None, workers: int | None, trus
         spec = read_stored(run.storage)  # as of a stranger: no other file that it names is read
         stored.write_text(dump(spec))
         each = _each(spec)
-        size = workers or (each if before != (each,) else 2 * each)
+        size = workers or _size(spec, before, each)
         if not trust:
             _refuse_own_code(spec)
         _refuse(spec, run, before, size)
@@ -102,6 +103,12 @@ def replay(run: RunDir, steps: int, start: int | None, workers: int | None, trus
 def _each(spec: JobSpec) -> int:
     """Workers whose number divides that of a replay: whole replicas of the model, in whole copies of the state."""
     return math.lcm(spec.parallel.unit, spec.parallel.replica * (spec.parallel.shard or 1))
+
+
+def _size(spec: JobSpec, before: tuple[int, ...], each: int) -> int:
+    """Of a replay, where none is asked for: another than before, if the run's virtual ranks allow that."""
+    most = None if spec.train.virtual_ranks is None else spec.train.virtual_ranks * spec.parallel.replica
+    return each if before != (each,) or (most is not None and 2 * each > most) else 2 * each
 
 
 def _refuse_own_code(spec: JobSpec) -> None:

@@ -35,16 +35,36 @@ from raydist.worker.metrics.reporter import Reporter
 from raydist.worker.parallel import ParamShard
 
 
-class Alone:
-    """The session starts the process group, and rank 0 keeps the run's folder.
+class _Host:
+    """`reporter`: on rank 0, from `open` on."""
 
-    `rank` is set by `open`, and `reporter`, on rank 0. `heartbeat`: gets the phases of the steps.
-    """
-
-    rank: Rank
     reporter: Reporter | None = None
 
     def __init__(self) -> None:
+        self._refused = set[int]()
+
+    def asks(self, requested: bool) -> list[bool]:
+        """What this rank asks of all after a step: the run's end, a checkpoint. `requested`: see `CheckpointManager`. Rank 0 knows
+        of both, from users and the driver. A trace is refused."""
+        if self.reporter is None:
+            return [False, requested]
+        for number, _ in self.reporter.traces:
+            if number not in self._refused:
+                self._refused.add(number)
+                self.reporter.say("trace_failed", trace=number, rank=0, cause="a script's own loop has no trace")
+        return [self.reporter.command == "stop", requested]
+
+
+class Alone(_Host):
+    """The session starts the process group, and rank 0 keeps the run's folder.
+
+    `rank` is set by `open`. `heartbeat`: gets the phases of the steps.
+    """
+
+    rank: Rank
+
+    def __init__(self) -> None:
+        super().__init__()
         self.heartbeat = Heartbeat()
         self._lease: DriverLease | None = None
         self._log: FolderLog | None = None
@@ -85,11 +105,9 @@ class Alone:
         """`step` is done. Whether it is the first one of an attempt that copies its state to memory."""
         return False
 
-    def agree(self, vote: float, requested: bool) -> tuple[bool, bool, bool]:
-        """Whether the run is to end after this step, to save a checkpoint, to copy the state to memory; every rank. `vote`: this
-        rank's, see `MemoryCheckpointer.vote`; `requested`: see `CheckpointManager`.
-        """
-        return False, False, False
+    def copies(self, vote: float) -> bool:
+        """Whether the state is to be copied to memory after this step; every rank. `vote`: see `MemoryCheckpointer.vote`."""
+        return False
 
     def close(self, outcome: Outcome) -> None:
         """Writes the run's end, and gives the lease back."""
@@ -106,10 +124,11 @@ class Alone:
         distributed.stop(self.rank)
 
 
-class Launched:
+class Launched(_Host):
     """The group, the run's folder and its records are those of the rank that `raydist run` has started."""
 
     def __init__(self, here: ScriptRank) -> None:
+        super().__init__()
         self._here, self.rank, self.reporter = here, here.rank, here.reporter
         self._injector = injector_of(here.job, here.rank)
         self.heartbeat = self._injector.watch(here.heartbeat) if self._injector else here.heartbeat
@@ -161,15 +180,12 @@ class Launched:
             here.reporter.say("first_step", attempt=here.job.attempt, step=step, **data)
         return True
 
-    def agree(self, vote: float, requested: bool) -> tuple[bool, bool, bool]:
-        """Rank 0 knows the driver's command and users' requests; a copy is taken if rank 0 wants one and no rank is busy with the
-        last."""
-        stops = self.reporter is not None and self.reporter.command == "stop"
-        sums = torch.tensor([float(stops), float(requested), vote], dtype=torch.float64)
+    def copies(self, vote: float) -> bool:
+        """A copy is taken if rank 0 wants one and no rank is busy with the last."""
+        votes = torch.tensor(vote, dtype=torch.float64)
         if self.rank.world_size > 1:
-            dist.all_reduce(sums, group=self.rank.control)
-        stop, save, votes = sums.tolist()
-        return stop > 0, save > 0, votes == 1.0
+            dist.all_reduce(votes, group=self.rank.control)
+        return votes.item() == 1.0
 
     def close(self, outcome: Outcome) -> None:
         """Leaves the outcome for the rank."""

@@ -286,7 +286,8 @@ class Session:
 
     def _update(self) -> None:
         at, step, training = self._at, self._step, self._distributed()
-        sums = training.reduce()
+        checkpoints, heartbeat = self._manager(), self._host.heartbeat
+        sums = training.reduce(self._host.asks(checkpoints.requested))
         hashed = samples_hash(step.ids)
         if isinstance(sums, Bad):
             self._bad_steps.leaves_out(sums.step, StepBatch(at.cursor, step.after, step.ids, hashed, [], 0))
@@ -295,7 +296,6 @@ class Session:
         if training.changed and not self._told and self._reporter:
             self._reporter.say("note", text=CHANGED)
             self._told = True
-        checkpoints, heartbeat = self._manager(), self._host.heartbeat
         self._host.before_update()
         heartbeat.enter("save")  # it may wait until a copy of the state is complete
         checkpoints.before_update()
@@ -333,7 +333,8 @@ class Session:
             checkpoints.prepare()
         ending = at.step == self._total
         due = checkpoints.due(at.step, ending)
-        self._stops, asked, copies = self._host.agree(checkpoints.vote(due), checkpoints.requested)
+        stops, asked = sums.asks
+        self._stops, copies = stops > 0, self._host.copies(checkpoints.vote(due))
         heartbeat.enter("save")
         if due or asked:
             self._save(ending)

@@ -9,7 +9,7 @@ Before anything that waits for other ranks within a pass, all ranks meet: a rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import cast
@@ -42,12 +42,13 @@ CHANGED = (
 @dataclass(frozen=True, slots=True)
 class Sums:
     """Of a step, over all ranks: its mean loss, its weight, and the norm of its gradient; `now`: with what the script has changed
-    after the backward pass."""
+    after the backward pass; `asks`: how many ranks ask for each thing that a rank may ask for."""
 
     loss: float
     weight: float
     norm: float
     now: float
+    asks: tuple[float, ...]
 
 
 class Training:
@@ -124,9 +125,9 @@ class Training:
         if last and self._whole:  # gradients are summed now, and the script may clip them before step()
             self._summed = self._norm(), self._versions()
 
-    def reduce(self) -> Sums | Bad:
-        """Ends the passes of a step: every shard has its gradient, of the sum of all losses. A collective. Bad: on every rank, if
-        the loss or the gradient is not finite."""
+    def reduce(self, asks: Sequence[bool]) -> Sums | Bad:
+        """Ends the passes of a step: every shard has its gradient, of the sum of all losses. A collective. `asks`: what this rank
+        asks for, which costs no collective of its own. Bad: on every rank, if the loss or the gradient is not finite."""
         device = self._rank.device
         self._given = False
         self._strategy.finish_grads()
@@ -139,18 +140,20 @@ class Training:
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for one, weight in self._losses:
             loss += one.reshape(()).double() * weight
-        sums = torch.stack([loss, torch.tensor(sum(w for _, w in self._losses), dtype=torch.float64).to(device)])
+        rest = torch.tensor([sum(w for _, w in self._losses), *map(float, asks)], dtype=torch.float64)
+        sums = torch.cat([loss.reshape(1), rest.to(device)])
         if self._rank.world_size > 1:
             dist.all_reduce(sums)
         before, versions = self._summed or (None, None)
         changed = versions is not None and versions != self._versions()
         now = self._norm() if before is None or changed else before  # enqueued before the host waits for the device
-        total, weight = sums.tolist()
+        total, weight, *asked = sums.tolist()
         self._losses.clear()
         if not weight:
             raise UserError(f"step {self._step}: the weights of all batches are 0", "give samples or tokens as weight")
         self._summed, self.changed = None, self.changed or changed
-        found = Sums(total / weight, weight, float(now if before is None else before) / weight, float(now) / weight)
+        norm, clipped = float(now if before is None else before), float(now)
+        found = Sums(total / weight, weight, norm / weight, clipped / weight, tuple(asked))
         if not (math.isfinite(found.loss) and math.isfinite(found.now)):
             mine = {} if math.isfinite(own := float(loss)) else {"rank": self._rank.rank, "loss": own}
             ranks = tuple(filter(None, gather_json(mine, self._rank.control)))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+from raydist.errors import UsageError
 from raydist.run.directory import LOGS, RunDir
 
 TAIL_BYTES = 1 << 16
@@ -44,6 +45,21 @@ def tail(run: RunDir, attempt: int, rank: int) -> str:
             found = bytes(source.read(missing)) + found
         cut = size > missing
     return (found.partition(b"\n")[2] if cut else found).decode(errors="replace")
+
+
+def reader(run: RunDir, attempt: int | None, rank: int | None) -> Reader:
+    """Of an attempt, by default the newest, and of one rank or of all. Raises UsageError if there was none such."""
+    from raydist.run.log import last_attempt  # it imports pyarrow
+    from raydist.run.status import read_state
+
+    newest = last_attempt(run)
+    number = newest if attempt is None else attempt
+    if not (number == newest or 1 <= number < newest):
+        raise UsageError(f"run {run.name} has no attempt {number}", f"the newest is {newest}")
+    world = read_state(run).get("world_size") if number == newest else None
+    if rank is not None and world and rank >= world:
+        raise UsageError(f"run {run.name} has no rank {rank}", f"it has {world}, counted from 0")
+    return Reader(run, number, rank)
 
 
 @dataclass(slots=True)

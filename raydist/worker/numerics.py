@@ -6,18 +6,24 @@ that wrote the checkpoint it resumes from: there the same bits are not to be exp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 WHAT = {
     "torch": "version of torch",
     "instructions": "CPU instruction set",
+    "processor": "CPU's vendor or its vector instructions (/proc/cpuinfo)",
     "threads": "number of threads (cluster.cpus_per_worker)",
     "gpu": "kind of GPU",
 }
 """Each key of `own` in words."""
+_VECTOR = ("sse", "ssse", "avx", "amx", "fma", "f16c", "asimd", "sve", "sme", "bf16", "i8mm", "svei8mm", "svebf16")
+"""How the names of vector instructions begin, of x86 and of Arm."""
 
 
 def own() -> dict[str, str]:
@@ -25,9 +31,25 @@ def own() -> dict[str, str]:
     return {
         "torch": torch.__version__,
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "processor": processor(Path("/proc/cpuinfo")),
         "threads": str(torch.get_num_threads()),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "",  # type: ignore[no-untyped-call]
     }
+
+
+@functools.cache
+def processor(facts: Path) -> str:
+    """The vendor, and a hash of the vector instructions: by these MKL and oneDNN choose kernels (AMX, AVX512-BF16, VNNI, SVE),
+    where torch's own level is the same. Of the first processor in `facts`; empty if these cannot be read."""
+    try:
+        first = facts.read_text(errors="replace").partition("\n\n")[0]
+    except OSError:
+        return ""
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    vendor = found.get("vendor_id") or found.get("CPU implementer", "")
+    flags = (found.get("flags") or found.get("Features", "")).split()
+    vector = " ".join(sorted(flag for flag in flags if flag.startswith(_VECTOR)))
+    return f"{vendor} {xxhash.xxh32_hexdigest(vector.encode())}" if vector else vendor
 
 
 def differences(workers: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 import raydist
 from raydist import errors
 from raydist.api.call import Call, answer
-from raydist.errors import RaydistError, RunNotFound, TrainingStopped
+from raydist.errors import RaydistError, RunNotFound, SpecError, TrainingStopped, UsageError
 from tests.planted import imported, plant
 
 FIND = "raydist.run.directory:resolve"
@@ -63,6 +64,31 @@ def test_a_call_imports_nothing_of_the_working_directory(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert Call("json:loads", {"s": "[1]"}).wait() == [1]
     assert imported(tmp_path) == []
+
+
+def test_numbers_of_numpy() -> None:
+    """Cross as plain ones, inside lists and dicts, too, as paths do; another object is one clear error, before a process starts."""
+    given = {"lr": np.float32(0.5), "steps": [np.int64(3), np.array(2)], "path": Path("a/b"), "on": np.bool_(True)}
+    found = Call("json:dumps", {"obj": given}).wait()
+    assert json.loads(found) == {"lr": 0.5, "steps": [3, 2], "path": "a/b", "on": True}
+    for other in (object(), np.zeros(2)):
+        with pytest.raises(UsageError, match=r"is not a value of a job\s*give numbers, texts"):
+            Call("json:dumps", {"obj": other})
+
+
+def test_what_comes_of_a_job_before_it_runs(tmp_path: Path) -> None:
+    """`raydist.doctor` and `raydist.forecast` have what their commands print."""
+    job = {"data": {"source": "text"}, "train": {"steps": 10}, "optim": {"lr": np.float32(1e-3)}}
+    found = raydist.doctor(job, set={"cluster.workers": 2})
+    assert set(found) == {"findings", "looked", "blind"}
+    assert any("--gpus-per-node" in line for line in found["blind"])
+    (tmp_path / "job.yaml").write_text(json.dumps({"data": {"source": "text"}, "train": {"steps": 10}}))
+    array = {"parameters": {"learning_rate": [1e-3, 1e-2]}}
+    (tmp_path / "sweep.yaml").write_text(json.dumps({"base": "job.yaml", "array": array}))
+    cells = raydist.forecast(tmp_path / "sweep.yaml", storage=str(tmp_path), device="h100")["cells"]
+    assert [cell["parameters"] for cell in cells] == [{"optim.lr": 1e-3}, {"optim.lr": 1e-2}]
+    with pytest.raises(SpecError, match="optim.lrr"):
+        raydist.doctor(job, set={"optim.lrr": 1})
 
 
 def test_a_call_raises_its_own_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,13 @@ from raydist.errors import DataError, RunNotFound, SpecError, TrainingStopped, U
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, Finding, StepRecord
 from raydist.report.text import size
+from raydist.run import lease as leases
 from raydist.run.directory import SPEC, RunDir
 from raydist.run.driver_process import this_process
 from raydist.run.lease import DriverLease
 from raydist.run.log import json_line
 from raydist.run.status import write_state
+from raydist.run.sweep_directory import CellNote, SweepDir, SweepLog
 from raydist.spec import JobSpec
 from raydist.spec.script import SESSION
 
@@ -59,6 +62,9 @@ def test_a_finished_run(folder: RunDir) -> None:
     assert run.checkpoints == []
     assert run.watch()["status"] == "finished"
     assert list(run.logs()) == []
+    for wrong, what in (({"attempt": 99}, "attempt 99"), ({"attempt": 0}, "attempt 0"), ({"rank": 2}, "rank 2")):
+        with pytest.raises(UsageError, match=f"run a-run has no {what}"):
+            run.logs(**wrong)
     assert Path(run.report()).read_text().startswith("<!doctype html>")
     page = str(Path(folder.uri).parent / "page.html")
     assert run.report(page) == page
@@ -169,6 +175,40 @@ def test_waiting_for_a_run_of_another_process(folder: RunDir, monkeypatch: pytes
     with pytest.raises(TrainingStopped, match="a-run: rank 1: boom"):
         run.wait()
     thread.join()
+
+
+def test_waiting_for_a_sweep_of_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`wait` returns when its driver ends it; it raises if none of its cells has finished, or if the driver died."""
+    monkeypatch.setattr(api_runs, "POLL_S", 0.02)
+    folder = SweepDir(tmp_path / "tuned")
+    folder.write("", "", [CellNote(i, f"c{i}", i, {}, 0) for i in range(2)])
+    sweep = raydist.open(folder.uri)
+    assert isinstance(sweep, raydist.Sweep)
+    lease = DriverLease(RunDir(folder.storage))
+    with pytest.raises(TimeoutError, match=r"sweep tuned has not ended in 0\.1 s"):
+        sweep.wait(timeout=0.1)
+
+    def end(kind: str, **data: object) -> None:
+        log = SweepLog(folder)
+        for cell in ("c0", "c1"):
+            log.event(kind, cell, **data)
+        log.flush()
+        lease.release()
+
+    for kind, data, error in (
+        ("failed", {"cause": "boom", "final": True}, "none of its 2 cells has finished; 2 failed, the first one because of boom"),
+        ("finished", {}, None),
+    ):  # fmt: skip
+        thread = threading.Timer(0.1, end, (kind,), data)
+        thread.start()
+        with pytest.raises(TrainingStopped, match=error) if error else nullcontext():
+            assert sweep.wait() is sweep
+        thread.join()
+        lease = DriverLease(RunDir(folder.storage))
+    monkeypatch.setattr(leases, "LOST_AFTER_S", -1.0)
+    with pytest.raises(TrainingStopped, match="sweep tuned: its driver died"):
+        sweep.wait()
+    lease.release()
 
 
 def test_own_code_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
+import raydist
 from raydist.cli import sample
-from raydist.cli.chat import Chat
 from raydist.data.chat_template import chat_format
 from raydist.data.dataset import TokenDataset
 from raydist.data.prepare import prepare
@@ -22,6 +22,7 @@ from raydist.run.directory import SPEC, RunDir
 from raydist.spec import JobSpec, dump
 from raydist.worker.attempt import Job
 from raydist.worker.loop import train
+from raydist.worker.sampling import Chat
 from tests.training import alone
 
 ANSWERS = {"hello": "hello yourself", "what is a rank?": "one process", "count": "1 2 3"}
@@ -81,6 +82,17 @@ def test_messages_are_answered(run: RunDir) -> None:
     assert ask(run, "--chat", "--message", "what is a rank?") == ["one process"]
     assert ask(run, "--chat", "--message", "hello", "--message", "count") == ["hello yourself", "1 2 3"]
     assert ask(run, "--chat", typed="hello\n\ncount\n") == ["hello yourself", "1 2 3"]
+
+
+def test_from_python(run: RunDir) -> None:
+    """The same answers, and the same text."""
+    chat = raydist.Run(run).chat(temperature=0.0)
+    for text, answer in (("hello", "hello yourself"), ("count", "1 2 3")):
+        chat.add("user", text)
+        assert chat.answer() == answer
+    text = raydist.Run(run).sample("he", tokens=5, temperature=0.0)
+    assert text.splitlines() == ask(run, "--prompt", "he", "--tokens", "5")
+    assert len(text) > 2
 
 
 def test_a_tokenizer_without_special_tokens(tmp_path: Path) -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import xxhash
 
 from raydist.checkpoint import manifest, retention
 from raydist.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from raydist.cli.main import main
+from raydist.data.prepare import prepare
+from raydist.launch import standalone
 from raydist.launch.replay import hashes
 from raydist.records import StepRecord
 from raydist.run.directory import RunDir
+from raydist.run.log import read_steps
 from raydist.run.log_writer import RunLog
 
 
@@ -128,6 +134,41 @@ def test_what_cannot_be_replayed(run: RunDir, tmp_path: Path, capsys: pytest.Cap
     assert (code, f"{run.uri}/spec.yaml: extends: is for job files; a run's spec has all fields" in err) == (2, True)
     outside.unlink()
     assert [path.name for path in Path(run.uri).parent.iterdir()] == ["it"]
+
+
+def test_a_replay_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a run of one virtual rank, which is trained again on one worker: the loss of a step and a tensor of its checkpoint are
+    changed, as a processor that computes wrongly would; exit code 3, and nothing else differs."""
+    (tmp_path / "text.txt").write_text("so it goes. " * 200)
+    job: dict[str, Any] = {
+        "data": {"path": str(tmp_path / "tokens")},
+        "model": {"layers": 1, "width": 16, "heads": 2, "context": 8},
+        "train": {"steps": 4, "global_batch": 2, "micro_batch": 2, "virtual_ranks": 1},
+        "checkpoint": {"every": 2},
+        "eval": {"every": None},
+    }
+    prepare([str(tmp_path / "text.txt")], job["data"]["path"])
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    assert standalone.main([str(tmp_path / "job.yaml"), "--storage", str(tmp_path), "--name", "it", "--json"]) == 0
+    run = RunDir(tmp_path / "it")
+    saved = manifest.read(run, 4)
+    tensor = next(name for name in saved.tensors if name.startswith("model/"))
+    (chunk, *_) = saved.tensors[tensor].chunks
+    shard = Path(run.uri, manifest.path(4, chunk.file))
+    data = bytearray(shard.read_bytes())
+    data[chunk.start] ^= 1
+    shard.write_bytes(data)
+    loss = read_steps(run)["loss"][2].as_py()
+    for path in Path(run.uri, "metrics").glob("*.parquet"):
+        table = pq.read_table(path)
+        losses = [math.nextafter(x, 9.0) if x == loss else x for x in table["loss"].to_pylist()]
+        pq.write_table(table.set_column(table.column_names.index("loss"), "loss", pa.array(losses)), path)
+    capsys.readouterr()
+    code, out, err = call(capsys, "verify", run.uri, "--replay", "2")
+    assert (code, "trained on 1 workers, and again on 1: 2 differences" in out) == (3, True), out + err
+    assert err.splitlines() == [
+        f"raydist: step 3: loss: {math.nextafter(loss, 9.0)!r}, and again {loss!r}", f"raydist: step 4: {tensor} differs",
+    ]  # fmt: skip
 
 
 Box = tuple[slice, slice]

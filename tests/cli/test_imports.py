@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
+import raydist
 from raydist import registry
 from raydist.cli.main import _trusted
 from raydist.data.index import INDEX, DatasetIndex
-from raydist.errors import ExtensionNotFound
+from raydist.errors import DataError, ExtensionNotFound
 from raydist.run.directory import SPEC, RunDir
 from raydist.spec import parse
 from tests.planted import imported, plant
@@ -76,8 +77,9 @@ def test_a_reading_command_runs_nothing_of_the_folder_or_the_run(planted: Path, 
     assert list(planted.glob("*.mark")) == []
 
 
-def test_a_datasets_tokenizer_is_not_imported(planted: Path) -> None:
-    """A dataset of somebody else names code as its tokenizer: `data show` refuses it, in the folder that holds that code."""
+def test_a_datasets_tokenizer_is_not_imported(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset of somebody else names code as its tokenizer: in the folder that holds that code `data show` refuses it, and so
+    does `raydist.evaluate`, in a process of its own. With trust it is imported."""
     (planted / "text.txt").write_text("hello " * 500)
     run(planted, "data", "prepare", "text.txt", "--out", "made").check_returncode()
     raw = json.loads((planted / "made" / INDEX).read_bytes())
@@ -85,7 +87,13 @@ def test_a_datasets_tokenizer_is_not_imported(planted: Path) -> None:
     (planted / "made" / INDEX).write_bytes(DatasetIndex.from_dict(named).to_bytes())
     done = run(planted, "data", "show", "made", "--document", "0")
     assert (done.returncode, "repeat the command with --trust" in done.stderr) == (2, True), done.stderr
+    monkeypatch.chdir(planted)
+    (planted / "config.json").write_text("{}")
+    with pytest.raises(DataError, match="trust=True"):
+        raydist.evaluate(planted, planted / "made")
     assert list(planted.glob("*.mark")) == []
+    with pytest.raises(DataError, match='own has no "Tokenizer"'):
+        raydist.evaluate(planted, planted / "made", trust=True)
 
 
 def test_commands_that_only_read_are_not_trusted() -> None:

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import Queue
@@ -23,11 +24,12 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from raydist.cli import main as cli
-from raydist.dashboard import server
+from raydist.dashboard import actions, server
 from raydist.dashboard.access import AccessPolicy, names
 from raydist.dashboard.announced import link
 from raydist.dashboard.document import LIBRARY
 from raydist.dashboard.server import STREAMS
+from raydist.errors import UsageError
 from raydist.report.html.page import library
 from raydist.run import requests
 from raydist.run.directory import RunDir
@@ -370,6 +372,31 @@ def test_a_bad_request_of_the_command_is_one_error(dashboard: Dashboard, capsys:
         printed = capsys.readouterr()
         assert (caught.value.code, printed.out) == (2, "")
         assert re.search(words, printed.err)
+
+
+def test_of_two_requests_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are answered in two threads, which look at the same time whether one is on its way."""
+    both, ends, run = threading.Barrier(2), threading.Event(), RunDir(tmp_path / "a")
+
+    class Looked(set[tuple[str, str]]):
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.3)  # the other one does not come here as long as this one has the lock
+            return found
+
+    monkeypatch.setattr(actions, "_asked", Looked())
+
+    def ask(_: int) -> str:
+        try:
+            return actions._beside(run, "trace", ends.wait, "asked")
+        except UsageError as error:
+            return error.message
+
+    with ThreadPoolExecutor(2) as pool:
+        told = sorted(pool.map(ask, range(2)))
+    ends.set()
+    assert told == ["asked", "run a is asked for a trace already"]
 
 
 def test_actions_only_where_they_are_allowed_and_only_from_its_own_pages(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 import raydist.own as rd
-from raydist.errors import TrainingStopped, UserError
+from raydist.api.runs import Run
+from raydist.errors import TraceFailed, TrainingStopped, UserError
+from raydist.launch import standalone
 from raydist.own import launcher
+from raydist.run import lease
 from raydist.run.directory import RunDir
 from raydist.worker.comm import rendezvous
 
@@ -143,6 +147,39 @@ def trained(
     return {"losses": [loss.hex() for loss in s.losses], "ids": ids, "rate": rates[-1], "weights": weights}
 
 
+def asked(storage: str) -> dict[str, Any]:
+    """A session that trains until it is asked for a checkpoint and then for its end: its last step, and the checkpoints. Rank 0's
+    process asks, as any other could."""
+    standalone.HEARTBEAT_S = lease.STOP_LOOK_S = 0.05
+    model, run = Net(), Run(RunDir(f"{storage}/asked"))
+    saved: list[int] = []
+
+    refused = list[str]()
+
+    def ask() -> None:
+        try:
+            run.trace(timeout=120)
+        except TraceFailed as error:
+            refused.append(error.message)
+        saved.append(run.save(timeout=120))
+        run.stop(wait=False)
+
+    thread = threading.Thread(target=ask)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with rd.session(
+        model, optimizer, data(), steps=200_000, batch=4, name=run.name, storage=storage, every=200_000
+    ) as s:
+        for _, x, wanted in s:
+            if s.number == 2 and s.rank.first:
+                thread.start()
+            s.backward((s.model(x) - wanted).square().mean(), weight=len(x))
+            s.step()
+    if s.rank.first:
+        thread.join()
+    kept = [one["step"] for one in run.checkpoints]
+    return {"step": s.number, "saved": saved, "refused": refused, "checkpoints": kept, "status": run.status}
+
+
 def refused(*args: Any, **more: Any) -> str:
     """What the session says that fails on every rank."""
     try:
@@ -190,6 +227,7 @@ def main() -> None:
     apart = Stream([*data()][int(os.environ["RANK"]) :])
     made["apart"] = refused(storage, "apart", "ddp", None, apart)
     assert "ray" not in sys.modules
+    made["asked"] = asked(storage)
     made["proofs"], made["sessions"] = [secret.decode() for secret in proofs], launcher._sessions
     print(json.dumps(made))
 

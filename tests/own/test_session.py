@@ -152,6 +152,21 @@ def test_a_rank_that_leaves_its_loop_is_named(sessions: tuple[Path, list[dict[st
         assert rank["left"] == ["step 3: rank 1 left its loop, and the others did not"] * 2
 
 
+def test_ranks_without_raydist_run_answer_users_requests(
+    sessions: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    """On all ranks after the same step: a checkpoint of the step in which it was asked for, and at the end one of the last. A trace
+    is refused at once."""
+    storage, (first, second) = sessions
+    asked, step = first["asked"], second["asked"]["step"]
+    assert asked["step"] == step > asked["saved"][0]
+    assert asked["checkpoints"] == [asked["saved"][0], step]
+    assert asked["status"] == "interrupted"
+    asks = [e.data["what"] for e in read_events(RunDir(storage / "asked")) if e.kind == "requested"]
+    assert asks == ["trace", "checkpoint", "stop"]
+    assert asked["refused"] == ["rank 0 could not be traced: a script's own loop has no trace"]
+
+
 def small(storage: Path, dataset: object = tuple(range(8)), batch: int | None = 4, **more: Any) -> rd.Session:
     """A session of one rank."""
     model = torch.nn.Linear(1, 1)

@@ -79,7 +79,8 @@ def test_they_are_called_and_change_no_number(ranks: Any, dataset: str, tmp_path
         "not shown"
     ]
     first, second = calls(tmp_path, 0), calls(tmp_path, 1)
-    assert first[0] == second[0] == ["made", 0, 2]
+    assert first[:2] == second[:2] == [["made", 0, 2], ["start"]]
+    assert [c[0] for c in first[2:]].count("start") == 0
     assert [c[1:] for c in first if c[0] == "step"] == [[i + 1, loss] for i, (loss, _) in enumerate(plain)]
     assert [c[1] for c in first if c[0] == "eval"] == [3, 6]
     assert [c[1] for c in first if c[0] == "checkpoint"] == [3, 6]

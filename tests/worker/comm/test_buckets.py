@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from raydist.worker.comm.buckets.model import MIB, AlphaBeta, Arrival, buckets, 
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
 from raydist.worker.mesh import Mesh
+from raydist.worker.parallel import _tree_all_reduce, ddp
 from raydist.worker.parallel.ddp import Strategy
+from raydist.worker.parts import Parts
 from raydist.worker.step import loss_sum
 from tests.training import VOCAB, alone, job, run, samples
 
@@ -201,6 +204,34 @@ def test_trials_use_their_groups_again(ranks: Any) -> None:
     for counts in run(ranks, opened, 2, [{}, {"compress": "int8"}, {"topology": "direct"}, {"compress": "int8"}]):
         start = counts[0]
         assert counts == [start, start + 2, start + 2, start + 2, start + 4]
+
+
+def summed(rank: Rank, parts: int) -> list[int]:
+    """Of each bucket that a trial with so many virtual ranks sums along their tree: the number of this rank's nodes."""
+    nodes: list[int] = []
+
+    class Counted(_tree_all_reduce.TreeAllReduce):
+        def __call__(self, own: Sequence[torch.Tensor], *more: Any) -> torch.futures.Future[torch.Tensor]:
+            nodes.append(len(own))
+            return super().__call__(own, *more)
+
+    train = {"micro_batch": 1, "global_batch": parts, "virtual_ranks": parts}
+    before, ddp.TreeAllReduce = ddp.TreeAllReduce, Counted  # type: ignore[misc]
+    try:
+        made = passes(job("ddp", wide().model.model_dump(), train=train), rank, 0.25, build, example)
+    finally:
+        ddp.TreeAllReduce = before  # type: ignore[misc]
+    assert made.synced_s > 0
+    return nodes
+
+
+@pytest.mark.parametrize("parts", [4, 5])
+def test_trials_sum_virtual_ranks_along_their_tree(ranks: Any, parts: int) -> None:
+    """As the run does: each bucket as so many nodes as this rank's parts make, in the four passes with a sum."""
+    for rank, nodes in enumerate(run(ranks, summed, 2, parts)):
+        assert set(nodes) == {len(Parts(parts, rank, 2).nodes_of_copies()[rank])}
+        assert len(nodes) % 4 == 0
+        assert len(nodes) > 4
 
 
 def line_of(rank: Rank) -> AlphaBeta:

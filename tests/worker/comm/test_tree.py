@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -152,6 +155,21 @@ def test_an_update_does_not_depend_on_the_cut(length: int, cut: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
 
 
+def test_whole_gradients_that_wait() -> None:
+    """Of a rank with k parts, before its last one: log2(k) where numbers are powers of two, else at most two more. This is what ddp
+    and zero1 hold beside a gradient (docs/explanation/same-bits.md)."""
+    for count in range(1, 25):
+        for world in range(1, count + 1):
+            for rank in range(world):
+                parts, most = Parts(count, rank, world), 0
+                own = [term for term in parts.own if term is not None]
+                for done in range(1, len(own)):
+                    most = max(most, len(cover(parts.tree, own[:done])))
+                assert most <= math.log2(len(own)) + 2
+                if count.bit_count() == world.bit_count() == 1:
+                    assert most == math.log2(len(own))
+
+
 def test_what_differs_between_machines_is_said() -> None:
     """A line for each thing with the ranks that have it; from the ranks of before, too."""
     one, other = {"rank": 0, **numerics.own()}, {"rank": 1, **numerics.own()}
@@ -163,6 +181,26 @@ def test_what_differs_between_machines_is_said() -> None:
     assert numerics.changed({"raydist": "1", **numerics.own()}) == []
     (line,) = numerics.changed({**numerics.own(), "threads": "64"})
     assert "cluster.cpus_per_worker) was 64 when the checkpoint was written" in line
+
+
+def test_processors_differ_by_vendor_and_vector_instructions(tmp_path: Path) -> None:
+    """By which MKL and oneDNN choose kernels; not by other flags, nor by their order. Arm's have other names."""
+    lines = {
+        "intel": "vendor_id : GenuineIntel\nflags : fpu avx2 avx512f amx_tile avx512_bf16\n\nprocessor : 1",
+        "again": "vendor_id\t: GenuineIntel\nflags\t: ht avx512_bf16 amx_tile avx512f avx2\n\nprocessor : 1",
+        "older": "vendor_id : GenuineIntel\nflags : fpu avx2 avx512f\n",
+        "amd": "vendor_id : AuthenticAMD\nflags : fpu avx2 avx512f\n",
+        "arm": "CPU implementer : 0x41\nFeatures : fp asimd sve2 bf16\n",
+        "empty": "",
+    }
+    found = {}
+    for name, text in lines.items():
+        (tmp_path / name).write_text(text)
+        found[name] = numerics.processor(tmp_path / name)
+    assert found.pop("again") == found["intel"]
+    assert len({*found.values()}) == len(found)
+    assert found["intel"].startswith("GenuineIntel ")
+    assert (found["empty"], numerics.processor(tmp_path / "none")) == ("", "")
 
 
 def test_statistics_of_a_rank_are_refused() -> None:

@@ -132,7 +132,7 @@ def _key(spec: JobSpec, rank: Rank, vocab_size: int) -> str:
         "model": spec.model.model_dump(mode="json"),
         "precision": spec.precision.model_dump(mode="json"),
         "comm": spec.comm.model_dump(mode="json", include={"compress", "options", "topology", "ring"}),
-        "passes": [train.micro_batch, train.checkpoint_activations, train.compile, spec.data.pack],
+        "passes": [train.micro_batch, train.checkpoint_activations, train.compile, spec.data.pack, train.virtual_ranks],
         "cpus": spec.cluster.cpus_per_worker,
         "torch": torch.__version__,
     }

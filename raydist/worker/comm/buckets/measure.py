@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,6 +24,7 @@ from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.device_clock import Marks, timed
 from raydist.worker.parallel import Example
 from raydist.worker.parallel.ddp import Strategy
+from raydist.worker.parts import Parts
 
 _SIZES = (2**18, 2**19, 2**20, 2**21, 2**23, 2**25)
 """Bytes, in the range of bucket sizes. Smaller messages do not predict the time of a bucket, because links buffer short bursts."""
@@ -88,6 +89,9 @@ def _passes(
     spec: JobSpec, rank: Rank, bucket_mb: float | None, build: Callable[[], nn.Module], example: Example
 ) -> Passes:
     strategy = Strategy(spec.with_fields({"parallel.bucket_mb": bucket_mb}), Mesh(rank))
+    if spec.train.virtual_ranks is not None:
+        unit = spec.parallel.replicas_with_experts
+        strategy.parts = Parts(spec.train.virtual_ranks, rank.rank, rank.world_size, unit=unit)
     model = build()
     strategy.wrap(model, example)
     model_transforms.prepare(model, spec.train)
@@ -102,6 +106,8 @@ def _passes(
         """Seconds of forward and of backward."""
         for reducer in strategy.reducers():
             reducer.begin(1.0)
+        if strategy.parts is not None:
+            _begin(strategy, strategy.parts, trained, last)
         marks = Marks(rank.device)
         dist.barrier(group=rank.control)
         with strategy.accumulate(last):
@@ -114,9 +120,9 @@ def _passes(
         strategy.zero_grad()
         return marks.seconds()
 
+    trained = [p for p in model.parameters() if p.requires_grad]
     one(last=True)  # caches and allocators warm up
     alone = [slowest(rank, one(last=False)) for _ in range(2)]
-    trained = [p for p in model.parameters() if p.requires_grad]
     handles = [p.register_post_accumulate_grad_hook(arrived) for p in trained]  # type: ignore[no-untyped-call]
     came = Marks(rank.device)
     alone.append(slowest(rank, one(last=False)))
@@ -126,3 +132,14 @@ def _passes(
     synced = [sum(slowest(rank, one(last=True))) for _ in range(_PASSES)]
     forward_s, backward_s = (statistics.median(times) for times in zip(*alone, strict=True))
     return Passes(statistics.median(synced), forward_s + backward_s, backward_s, arrivals)
+
+
+def _begin(strategy: Strategy, parts: Parts, trained: Sequence[nn.Parameter], last: bool) -> None:
+    """The pass that follows is that of this rank's first part, or of its last: then those before have gradients, of zeros."""
+    count = len(parts.own)
+    for index in range(count - 1 if last else 0):
+        parts.enter(index, count)
+        with strategy.accumulate(last=False):
+            for p in trained:
+                p.grad = torch.zeros_like(p)
+    parts.enter(count - 1 if last else 0, count)

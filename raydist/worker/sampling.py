@@ -1,22 +1,21 @@
-"""A conversation with a trained model, by the chat template of its data.
+"""Text that a trained model generates, and conversations with it by the chat template of its data.
 
-Runs in: the user's shell, in one process without Ray. Imports torch inside functions.
+Runs in: `raydist sample` and `Run.sample`, without Ray. Imports torch inside functions.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist.data.chat_template import prompt, render
 from raydist.data.conversations import Conversations
-from raydist.errors import UserError
+from raydist.errors import UsageError, UserError
 
 if TYPE_CHECKING:
-    import torch
-
     from raydist.data.dataset import TokenDataset
+    from raydist.run.directory import RunDir
 
 
 class Chat:
@@ -52,7 +51,7 @@ class Chat:
                 f"the conversation has {len(asked)} tokens, and model.context is {self._context}", "start a new one"
             )
         end = self._stop[0] if self._stop else self._end
-        made: torch.Tensor = self._model.generate(torch.tensor([asked]), min(self._tokens, room), end=end, **self._draw)
+        made: Any = self._model.generate(torch.tensor([asked]), min(self._tokens, room), end=end, **self._draw)
         said = made[0, len(asked) :].tolist()
         stops = [i for i, token in enumerate(said) if token in (end, self._end)]
         text = self._tokenizer.decode(said[: stops[0]] if stops else said)
@@ -82,13 +81,59 @@ class Chat:
         return self._ids(first) if first is not None else []
 
 
-def lines() -> Iterator[str]:
-    """The messages that a user types, or that another program writes: one a line, empty ones left out."""
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if line.strip():
-            yield line.strip()
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A trained model that generates text. `end`: the token that an empty prompt begins with; `dataset`: None of exported weights,
+    which have no chat template."""
+
+    model: Any
+    tokenizer: Any
+    end: int
+    dataset: TokenDataset | None
+    context: int
+
+    def text(self, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
+        """The prompt, and what the model generates after it: `tokens` tokens, each drawn from the `top_k` most likely ones."""
+        import torch
+
+        ids = self.tokenizer.encode([prompt])[0]
+        tokens_BT = torch.tensor([list(map(int, ids)) or [self.end]])
+        output_BT = self.model.generate(tokens_BT, tokens, **_draw(temperature, top_k, seed))
+        return str(self.tokenizer.decode(output_BT[0].tolist()))
+
+    def chat(self, tokens: int, temperature: float, top_k: int, seed: int, system: str | None = None) -> Chat:
+        """A new conversation. `tokens`: of an answer, at most; `system`: the message of the system. Raises UserError if the model
+        was not trained to chat."""
+        if self.dataset is None:
+            raise UsageError(
+                "--chat: needs a run, not exported weights", "transformers chats with these; or name the run"
+            )
+        made = Chat(self.model, self.dataset, self.context, tokens, _draw(temperature, top_k, seed))
+        if system is not None:
+            made.add("system", system)
+        return made
+
+
+def of_run(run: RunDir, step: int | None) -> Sampler:
+    """Of a run's checkpoint, by default the newest. Raises CheckpointNotFound, and UserError for a model that generates no text."""
+    from raydist.worker.checkpoint.restored_model import newest_model
+
+    made, dataset, spec = newest_model(run, step)
+    if not hasattr(made, "generate"):
+        raise UserError(f'model "{spec.model.name}" cannot generate text', "give it generate(tokens_BT, max_new, ...)")
+    return Sampler(made, dataset.tokenizer, dataset.end, dataset, spec.model.context)
+
+
+def of_folder(folder: Path) -> Sampler:
+    """Of a folder that `Run.export` wrote."""
+    from raydist.worker.exported import open_folder
+
+    exported = open_folder(folder)
+    tokenizer = exported.tokenizer()
+    return Sampler(exported.model, tokenizer, tokenizer.end, None, exported.spec.context)
+
+
+def _draw(temperature: float, top_k: int, seed: int) -> dict[str, Any]:
+    import torch
+
+    return {"temperature": temperature, "top_k": top_k, "generator": torch.Generator().manual_seed(seed)}
