@@ -158,8 +158,12 @@ class Finding:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Finding:
-        """The inverse of `to_dict`; keys of later versions are dropped, and those that an earlier one lacks have their defaults."""
-        return cls(**{f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw})
+        """The inverse of `to_dict`; keys of later versions are dropped, and those that an earlier one lacks have their defaults.
+        A damaged dict or list is empty."""
+        made = {f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw}
+        for name, kind in {"figures": dict, "culprit": dict, "evidence": list, "others": list}.items():
+            made[name] = made[name] if isinstance(made.get(name), kind) else kind()
+        return cls(**made)
 
     def event(self, at: float) -> Event:
         """The finding as an event of a run, at Unix time `at`."""

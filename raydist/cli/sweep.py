@@ -71,7 +71,7 @@ def run(
     def show(estimate: dict[str, Any]) -> None:
         from raydist.report.sweep import tables
 
-        print(json.dumps(estimate, allow_nan=False)) if as_json else tables.forecast(estimate)
+        print(json.dumps(estimate, allow_nan=False)) if as_json else tables.forecast(printable(estimate))
 
     forecasting.estimate(file, overrides, name, storage, address, device, show)
 

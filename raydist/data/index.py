@@ -161,7 +161,7 @@ class DatasetIndex:
         given["tokenizer"] = _checked(TokenizerIndex(**given["tokenizer"]))
         if "chat" in given:
             given["chat"] = ChatFormat(**given["chat"])
-        if not isinstance(given["sources"], list):
+        if not isinstance(given["sources"], list | tuple):
             raise ValueError("sources is no list")
         made = _checked(cls(**{**given, "sources": tuple(given["sources"])}))
         made._check_values()

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from raydist.observe.warm_monitors import WarmMonitors
-from raydist.run.directory import RunDir
+from raydist.run.directory import ATTEMPTS, RunDir
 from raydist.run.log import read_steps
 from raydist.run.status import last_word, read_state
 from tests.observe.conftest import pid
@@ -19,6 +19,12 @@ from tests.observe.conftest import pid
 Rows = Callable[..., list[dict[str, Any]]]
 Push = Callable[[Any, list[dict[str, Any]]], None]
 pytestmark = pytest.mark.usefixtures("private_ray")
+
+
+def begun(folder: Path) -> RunDir:
+    """The folder of a run that a driver has begun."""
+    (folder / ATTEMPTS).mkdir(parents=True)
+    return RunDir(folder)
 
 
 def test_one_is_ready_and_becomes_the_run_s(tmp_path: Path, rows: Rows) -> None:
@@ -33,13 +39,13 @@ def test_one_is_ready_and_becomes_the_run_s(tmp_path: Path, rows: Rows) -> None:
     ready = monitors._ready
     monitors.prepare()
     assert monitors._ready is ready
-    run = RunDir(tmp_path / "run")
+    run = begun(tmp_path / "run")
     mine = monitors.get(run.uri, [{"name": "jsonl", "options": {"path": str(tmp_path / "out.jsonl")}}], {"name": "x"})
     assert mine is ready
     ray.get(mine.begin_attempt.remote(1, 1, 0))
     ray.get(mine.push.remote(rows(range(1, 4)), []))
     assert read_state(run)["driver"]["pid"] == os.getpid()
-    other = monitors.get(RunDir(tmp_path / "other").uri, [], {})
+    other = monitors.get(begun(tmp_path / "other").uri, [], {})
     assert other._actor_id != mine._actor_id
     for monitor in (mine, other):
         ray.get(monitor.end.remote("finished"))
@@ -51,7 +57,7 @@ def test_one_is_ready_and_becomes_the_run_s(tmp_path: Path, rows: Rows) -> None:
 
 def test_one_that_was_killed_comes_back_as_the_run_s(tmp_path: Path, rows: Rows, push_until_it_is_back: Push) -> None:
     """After SIGKILL during its run Ray restarts the actor, and it continues that run."""
-    monitors, run = WarmMonitors(tmp_path / "slots"), RunDir(tmp_path / "run")
+    monitors, run = WarmMonitors(tmp_path / "slots"), begun(tmp_path / "run")
     monitors.prepare()
     mine = monitors.get(run.uri, [], {})
     ray.get(mine.begin_attempt.remote(1, 2, 0))
@@ -68,7 +74,7 @@ def test_one_that_was_killed_comes_back_as_the_run_s(tmp_path: Path, rows: Rows,
 
 def test_one_that_cannot_take_the_run_is_not_missed(tmp_path: Path) -> None:
     """If the prepared actor has died, the run gets a new monitor."""
-    monitors, run = WarmMonitors(tmp_path / "slots"), RunDir(tmp_path / "run")
+    monitors, run = WarmMonitors(tmp_path / "slots"), begun(tmp_path / "run")
     monitors.prepare()
     ready = monitors._ready
     ray.kill(ready)
