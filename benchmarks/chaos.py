@@ -75,6 +75,9 @@ APART = 25
 COST_S = 7.0
 """Approximate cost of a fault; determines the number of faults."""
 
+GONE_S = 10.0
+"""How long after its end the run may still have processes."""
+
 KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.Kill(rank=rank, step=step),
     lambda rank, step: faults.Kill(rank=rank, step=step // 10 * 10, phase="save"),
@@ -107,6 +110,7 @@ KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.SlowNetwork(rank=rank, step=step, seconds=600.0, bytes_per_s=1 << 12),
     lambda rank, step: faults.OneWayCut(rank=rank, step=step, seconds=1.0),
     lambda rank, step: faults.OneWayCut(rank=rank, step=step, seconds=600.0),
+    lambda rank, step: faults.OneWayCut(rank=rank, step=step, seconds=2.0, share=0.1),
     lambda rank, step: faults.SlowDisk(rank=rank, step=step, seconds=3.0, bytes_per_s=1 << 20),
     lambda rank, step: faults.DamageCopy(rank=rank, step=step),
     lambda rank, step: faults.DamageMessage(rank=rank, step=step),
@@ -175,14 +179,16 @@ def newest(run: RunDir) -> dict[str, bytes]:
 
 
 def missing(wanted: Sequence[Fault], events: Sequence[Event]) -> list[str]:
-    """The faults that were asked for and have no event of their own."""
-    happened = [event.data["fault"] for event in events if event.kind == "fault"]
+    """The faults that were asked for and have no event of their own: of that kind, on that rank, in that step."""
+    happened = [
+        tuple(event.data[key] for key in ("fault", "rank", "step")) for event in events if event.kind == "fault"
+    ]
     left: list[str] = []
     for fault in wanted:
-        if fault.fault in happened:
-            happened.remove(fault.fault)
+        if (one := (fault.fault, fault.rank, fault.step)) in happened:
+            happened.remove(one)
         else:
-            left.append(fault.fault)
+            left.append(f"{fault.fault} on rank {fault.rank} in step {fault.step}")
     return left
 
 
@@ -266,7 +272,7 @@ def main() -> None:
         wall = train(place, folder, "chaos", steps, "--faults", "faults.yaml")
         place.close()
         left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-        _, alive = psutil.wait_procs(left, timeout=20)
+        _, alive = psutil.wait_procs(left, timeout=GONE_S)
         events = read_events(chaos)
         absent = missing(chosen, events)
         happened = len(chosen) - len(absent) + (len(place.done) if isinstance(place, Net) else 0)

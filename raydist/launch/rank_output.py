@@ -115,7 +115,7 @@ class Output:
         return text
 
     def _put(self, text: bytes) -> None:
-        storage = self._storage = self._storage or RunDir(self._run).storage
+        storage = self._storage = self._storage or RunDir(self._run).expect().storage
         path = name(self._attempt, self._rank, self._part)
         if storage.local is None:
             storage.write(path, self._sent + text)

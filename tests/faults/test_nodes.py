@@ -1,7 +1,7 @@
 """Faults of a whole node, on a cluster of three hosts: the driver is on the first, the stages of a pipeline of tensor groups are on
 the two others.
 
-Over a minute: a cluster whose processes start as on a user's, and two runs.
+Over a minute: two nodes whose processes start as on a user's cluster, and two runs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CPUS = 3
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """A head without CPUs, and two nodes with CPUS. `plain`: the fault kills what is below the raylet, and the two agents of a node
-    share a zygote that one of them starts."""
-    with Hosts(3) as hosts, Cluster(hosts, size=1, cpus=0, env=WATCHFUL, plain=True) as made:
+    """A head without CPUs, and two nodes with CPUS. These are `plain`: the fault kills what is below the raylet, and the two agents
+    of a node share a zygote that one of them starts."""
+    with Hosts(3) as hosts, Cluster(hosts, size=1, cpus=0, env=WATCHFUL) as made:
         with ThreadPoolExecutor() as threads:
-            list(threads.map(partial(made.add_node, cpus=CPUS), list(hosts)[1:]))
+            list(threads.map(partial(made.add_node, cpus=CPUS, plain=True), list(hosts)[1:]))
         yield made
 
 
@@ -47,8 +47,8 @@ def left_on(host: Host) -> list[str]:
 def test_a_killed_node_and_a_drained_one(project: Any, cluster: Cluster) -> None:
     """Two stages of two tensor parallel ranks, which stay on one node though there is room for an odd number: the node of one stage
     is killed, with all processes below its raylet; once there is another node the run continues, with the bits of an undisturbed
-    one. A full /dev/shm costs no step, and so does a drain notice
-    for the node of rank 1; Ray removes the node when nothing runs on it any more."""
+    one. A full /dev/shm costs no step, and so does a drain notice for the node of rank 1; Ray removes the node when nothing runs on
+    it any more."""
     project.train("node-no-fault", *JOB, "--set", "cluster.cpus_per_worker=0.5", own_model=False)
     head, *others = cluster.hosts
     full = FullSharedMemory(rank=2, step=STEPS // 2, seconds=2.0)

@@ -202,7 +202,8 @@ MESHES = {
     "pipeline 2, interleaved": on_mesh("ddp", 2, 6, pipeline=2, chunks=2),
     "pipeline 4": on_mesh("ddp", 4, 6, pipeline=4),
     "pipeline 2, tensor 2": on_mesh("ddp", 4, 4, precision="bf16", checkpoint="selective", pipeline=2, tensor=2),
-    **{f"{name}, pipeline 2": on_mesh(name, 4, 4, pipeline=2) for name in strategies()},
+    # ddp: above; hsdp shards within these two replicas, as zero3 does.
+    **{f"{name}, pipeline 2": on_mesh(name, 4, 4, pipeline=2) for name in ("zero1", "zero2", "zero3")},
     **{f"{name}, expert 2": on_mesh(name, 4, model="mixtral", expert=2) for name in ("ddp", "zero2", "zero3")},
     "context 2": on_mesh("zero2", 2, context=2),
     "context 2, full": on_mesh("ddp", 2, precision="bf16", checkpoint="full", layers=4, context=2),
