@@ -6,7 +6,7 @@ Two gloo ranks, or with `--mesh` four (pipeline 2 x tensor 2), a small GPT, a ch
 every five; on this machine, or with `--hosts` on a cluster of four hosts in network namespaces: the driver's, and
 three of which two have a rank. There, nodes are also killed and drained (and return at once), their /dev/shm is full and the
 network of one node is cut for a while, and the head is lost and comes back at another address. The same run without faults comes
-first.
+first. The kinds of a rank come in turn: all of them, before one comes again.
 
 A killed process of a private Ray, or a lost head, ends the driver with exit code 3; the same command is run again, with the new
 address.
@@ -75,6 +75,9 @@ APART = 25
 COST_S = 7.0
 """Approximate cost of a fault; determines the number of faults."""
 
+GONE_S = 10.0
+"""How long after its end the run may still have processes."""
+
 KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.Kill(rank=rank, step=step),
     lambda rank, step: faults.Kill(rank=rank, step=step // 10 * 10, phase="save"),
@@ -107,6 +110,7 @@ KINDS: list[Callable[[int, int], Fault]] = [
     lambda rank, step: faults.SlowNetwork(rank=rank, step=step, seconds=600.0, bytes_per_s=1 << 12),
     lambda rank, step: faults.OneWayCut(rank=rank, step=step, seconds=1.0),
     lambda rank, step: faults.OneWayCut(rank=rank, step=step, seconds=600.0),
+    lambda rank, step: faults.OneWayCut(rank=rank, step=step, seconds=2.0, share=0.1),
     lambda rank, step: faults.SlowDisk(rank=rank, step=step, seconds=3.0, bytes_per_s=1 << 20),
     lambda rank, step: faults.DamageCopy(rank=rank, step=step),
     lambda rank, step: faults.DamageMessage(rank=rank, step=step),
@@ -175,14 +179,16 @@ def newest(run: RunDir) -> dict[str, bytes]:
 
 
 def missing(wanted: Sequence[Fault], events: Sequence[Event]) -> list[str]:
-    """The faults that were asked for and have no event of their own."""
-    happened = [event.data["fault"] for event in events if event.kind == "fault"]
+    """The faults that were asked for and have no event of their own: of that kind, on that rank, in that step."""
+    happened = [
+        tuple(event.data[key] for key in ("fault", "rank", "step")) for event in events if event.kind == "fault"
+    ]
     left: list[str] = []
     for fault in wanted:
-        if fault.fault in happened:
-            happened.remove(fault.fault)
+        if (one := (fault.fault, fault.rank, fault.step)) in happened:
+            happened.remove(one)
         else:
-            left.append(fault.fault)
+            left.append(f"{fault.fault} on rank {fault.rank} in step {fault.step}")
     return left
 
 
@@ -243,10 +249,14 @@ def main() -> None:
         rng = random.Random(options.seed)
         # On hosts every second fault is a node fault: killed, drained, or its network is cut, every second time in one direction.
         chosen: list[Fault] = []
+        turn: list[Any] = []
         outside: dict[str, list[int]] = {what: [] for what in FROM_OUTSIDE}
         for i in range(count):
-            kinds: Sequence[Any] = [*OF_NODES, *FROM_OUTSIDE] if of_hosts and i % 2 == 0 else here
-            kind, rank, step = rng.choice(kinds), rng.randrange(workers), APART * (i + 1) + rng.randrange(10)
+            of_node = of_hosts and i % 2 == 0
+            if not of_node and not turn:  # all kinds, then all again in another order
+                turn = rng.sample(here, len(here))
+            kind = rng.choice([*OF_NODES, *FROM_OUTSIDE]) if of_node else turn.pop()
+            rank, step = rng.randrange(workers), APART * (i + 1) + rng.randrange(10)
             if kind in FROM_OUTSIDE:
                 outside[kind].append(step)
             else:
@@ -262,7 +272,7 @@ def main() -> None:
         wall = train(place, folder, "chaos", steps, "--faults", "faults.yaml")
         place.close()
         left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-        _, alive = psutil.wait_procs(left, timeout=20)
+        _, alive = psutil.wait_procs(left, timeout=GONE_S)
         events = read_events(chaos)
         absent = missing(chosen, events)
         happened = len(chosen) - len(absent) + (len(place.done) if isinstance(place, Net) else 0)

@@ -32,10 +32,16 @@ def machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version(), **packages}
 
 
-def write(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Writes FOLDER/NAME.json: the machine, then the result."""
+def write(name: str, result: dict[str, Any], folder: Path = RESULTS, merge: bool = False) -> Path:
+    """Writes FOLDER/NAME.json: the machine, then the result. `merge`: a run of some cases leaves the file's other cases, and of a
+    case the variants that it has not run."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
+    if merge and path.exists():
+        before = json.loads(path.read_text())
+        del before["machine"]
+        both = {k: {**before[k], **v} for k, v in result.items() if {type(v), type(before.get(k))} == {dict}}
+        result = {**before, **result, **both}
     path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
     return path
 

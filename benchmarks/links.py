@@ -36,7 +36,6 @@ from raydist.planner import speed as planned
 from raydist.planner.estimate import estimates, measured
 from raydist.planner.facts import Machine
 from raydist.planner.measure import Planner
-from raydist.planner.shares import batches
 from raydist.planner.traffic import traffic
 from raydist.spec import JobSpec
 from raydist.worker.build import build_strategy
@@ -92,7 +91,7 @@ def step_of(spec: JobSpec, rank: Rank) -> Any:
     if isinstance(strategy, Pipeline):
         model = strategy.cut(model)
     tokens = torch.randint(VOCAB, (spec.train.micro_batch, spec.model.context + 1))
-    count = batches(spec, WORLD)[1]
+    count = spec.batches(WORLD)[1]
     own = [own_tokens(MicroBatch(tokens[:, :-1], tokens[:, 1:].contiguous()), mesh)] * count
 
     def example(module: nn.Module, samples: int = 1, part: bool = False) -> Tensor:

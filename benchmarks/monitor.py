@@ -32,6 +32,7 @@ from common import write
 
 from raydist.observe.aggregator import HAND_ON_S, NODES, Aggregator
 from raydist.observe.run_monitor import RunMonitor
+from raydist.run.directory import RunDir, begin_attempt
 from raydist.run.telemetry_log import read_samples
 from raydist.run.telemetry_schema import GPU, NODE, RANK, is_total
 
@@ -122,6 +123,7 @@ def main() -> None:
     far = options.ranks - near
     found = {}
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as folder:
+        begin_attempt(RunDir(f"{folder}/run"), 1)
         monitor = RunMonitor(f"{folder}/run", exporters=[])
         monitor.begin_attempt(1, options.ranks, 0)
 

@@ -166,15 +166,10 @@ def with_columns(page: str) -> str:
 
 
 def with_rules(page: str) -> str:
-    """The page with the thresholds and the decision tree of the rules of raydist.diagnosis, between their comments."""
-    every = diagnosis.rules()
-    limits = [f"| {' | '.join(row)} |" for row in diagnosis.thresholds(every)]
-    table = ["| rule | limit | value | source |", "|---|---|---|---|", *limits]
-    tree = [f"    {line}" for line in diagnosis.words_of_tree(every).split("\n")]
-    for name, lines in (("thresholds", [*table]), ("tree", ["", *tree, ""])):
-        text = "\n".join([f"<!-- {name} -->", *lines, "<!-- end -->"])
-        page = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, text=text: text, page, flags=re.DOTALL)
-    return page
+    """The page with the thresholds of the rules of raydist.diagnosis, between their comments."""
+    limits = [f"| {' | '.join(row)} |" for row in diagnosis.thresholds(diagnosis.rules())]
+    table = ["<!-- thresholds -->", "| rule | limit | value | source |", "|---|---|---|---|", *limits, "<!-- end -->"]
+    return re.sub(r"<!-- thresholds -->.*?<!-- end -->", lambda _: "\n".join(table), page, flags=re.DOTALL)
 
 
 def with_differences(page: str) -> str:
@@ -214,7 +209,7 @@ def pages() -> dict[Path, str]:
     """Each generated file, and its text."""
     observe = HERE / "observe.md"
     own_loop = HERE.parent / "how-to/own-loop.md"
-    of_rules = [HERE / "thresholds.md", HERE.parent / "explanation/doctor.md"]
+    thresholds = HERE / "thresholds.md"
     return {
         HERE / "spec.schema.json": json.dumps(job_schema(), indent=1) + "\n",
         HERE / "spec.md": reference(),
@@ -223,7 +218,7 @@ def pages() -> dict[Path, str]:
         HERE / "cli.md": cli_reference(),
         observe: with_columns(observe.read_text(encoding="utf-8")),
         own_loop: with_differences(own_loop.read_text(encoding="utf-8")),
-        **{path: with_rules(path.read_text(encoding="utf-8")) for path in of_rules},
+        thresholds: with_rules(thresholds.read_text(encoding="utf-8")),
     }
 
 

@@ -47,9 +47,9 @@ WALK = (
     Step(
         "make quickstart",
         "Installs raydist into `.venv`, makes a corpus of the Python standard library's source, trains a GPT on two workers, shows "
-        "the run and prints a sample of its text. After 200 steps the model knows letters, spaces and short words; its text is not "
-        "yet Python. `eval` is the loss on held-out text, in nats per byte: 5.55 for an untrained model, 3.16 for a model that "
-        "knows only the frequencies of bytes.",
+        "the run and prints a sample of its text. After 200 steps the model produces letters, spaces and short words; its text "
+        "is not yet Python. `eval` is the loss on held-out text, in nats per byte: 5.55 for an untrained model, 3.16 for a model "
+        "that predicts from the frequencies of bytes alone.",
     ),
     Step(_ACTIVATE, "The command is `.venv/bin/raydist`; with the virtual environment active, `raydist`."),
     Step("raydist runs", "Lists the runs, which are in `./runs`."),

@@ -194,7 +194,7 @@ class SavesFailed(CheckpointError, TrainingStopped):
 
 
 class Fenced(CheckpointError, TrainingStopped):
-    """A newer attempt of the run has started; this one was given up, and may not commit."""
+    """A newer attempt of the run has started; this one was abandoned, and may not commit."""
 
 
 class RankFailed(Exception):

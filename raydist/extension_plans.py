@@ -43,6 +43,9 @@ class StrategyPlan:
     `parts`: it sums gradients along the tree of `train.virtual_ranks`.
     `local_steps`: it goes with `comm.every`: of the replicas that then train apart, which are its `group`s or else single ones,
     each has a strategy of its own, with a mesh of that replica alone.
+    `without_example`: its class is a `WithoutExample` of raydist/worker/parallel, as `raydist.session` needs; if it shards nothing,
+    gradients are summed when the last backward pass of a step ends.
+    `experts`: the strategy of experts that are on several ranks, if it is another: their replicas need not make whole groups.
     """
 
     sharded: tuple[State, ...] = ()
@@ -53,6 +56,8 @@ class StrategyPlan:
     compresses: bool = False
     parts: bool = False
     local_steps: bool = False
+    without_example: bool = False
+    experts: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Parses YAML, JSON, JSON lines and TOML within limits of size, depth, digits and expansion: every file may be somebody else's.
+"""Parses YAML, JSON, JSON lines and TOML within limits of size, depth, digits and expansion: every file may be untrusted.
 
 Runs anywhere. Imports nothing of raydist. What is beyond a limit raises ValueError with that limit, before memory or time is spent
 on it. Malformed text raises the parser's own error, which for JSON and TOML is a ValueError too.

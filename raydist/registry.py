@@ -71,7 +71,7 @@ _trusted = True
 
 def trust(specs: bool) -> None:
     """Whether this process may run the own code that a spec names, as `package.module:attribute`. A command that only reads a run
-    may not: somebody else may have made the run. It then takes such names as they are, and `load` refuses them.
+    may not: the run may be another user's. It then takes such names as they are, and `load` refuses them.
     """
     global _trusted
     _trusted = specs
@@ -155,7 +155,7 @@ def load(kind: str, name: str) -> Any:
     if ":" in name and not _trusted:
         raise ExtensionNotFound(
             f'{kind} "{name}" is code that the files of a run or dataset name, and this command runs none of it',
-            "if you trust whoever made them, repeat the command with --trust, in the folder that holds that code",
+            "if you trust their author, repeat the command with --trust, in the folder that holds that code",
         )
     check(kind, name)
     attribute = FOLDERS[kind][1]

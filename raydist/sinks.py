@@ -13,7 +13,6 @@ class Sink(Protocol):
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Writes bytes; returns how many."""
-        ...
 
 
 def write_whole(sink: Sink, data: bytes | memoryview) -> None:

@@ -30,6 +30,7 @@ _TEMPORARY = ".tmp-"
 _SILLY_RENAMED = re.compile(r"\.nfs[0-9a-f]{24}")
 """A deleted file that a process here has open, on NFS: gone when that process closes it; deleting it is an error (EBUSY)."""
 _LIST_TRIES = 10
+GONE = "its run's folder is gone; is its file system mounted?"
 MOST_READ = 1 << 30
 """Bytes of a file that `read` reads at once; tensors and tokens are read in pieces."""
 
@@ -73,7 +74,8 @@ class Storage:
 
         Files and folders that are created in it have no permissions for others that it does not have itself.
         """
-        self._existed = False
+        self.marks: tuple[Path, ...] = ()
+        """Where none of these paths exists, this local folder's file system is not mounted: nothing is written. () if unknown."""
         try:
             if "://" in text and not text.startswith("file://"):
                 (self.fs, self.root), self.full_uri = remote_filesystem.open_uri(text), text.rstrip("/")
@@ -93,10 +95,12 @@ class Storage:
         return f"Storage({self.uri!r})"
 
     def at(self, name: str) -> Storage:
-        """The folder `name` inside this one."""
+        """The folder `name` inside this one, with the same marks."""
         self._checked(name)
         if self.local is not None:
-            return Storage(self.local / name)
+            inner = Storage(self.local / name)
+            inner.marks = self.marks
+            return inner
         scheme, mark, rest = self.full_uri.partition("?")
         return Storage(f"{scheme}/{name}{mark}{rest}")
 
@@ -188,14 +192,15 @@ class Storage:
 
     def _make_folder_of(self, path: Path) -> None:
         made = [folder for folder in path.parents if not folder.exists()]
-        if self.private and self._existed and self.local in made:
+        if self.marks and not any(mark.exists() for mark in self.marks):
             # Created again, it would be below the mount point of a file system that was unmounted.
-            raise FileNotFoundError("its run's folder is gone; is its file system mounted?")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._existed = True
+            raise FileNotFoundError(GONE)
+        for folder in reversed(made):  # not `parents=True`: it may be unmounted now
+            folder.mkdir(exist_ok=True)
         if self.private and self.local in made:
             self.local.chmod(0o700)
         if self.private and self.local is not None:
+            self.marks = self.marks or (self.local,)
             most = self.local.stat().st_mode | 0o700
             for folder in made:
                 if self.local in folder.parents:

@@ -27,6 +27,7 @@ from urllib.request import Request, urlopen
 
 import hypothesis
 import pytest
+import typer.testing
 
 from raydist import registry
 from raydist.launch.fork_server import PRELOAD
@@ -49,6 +50,9 @@ hypothesis.settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], derandomize=False
 )
 hypothesis.settings.load_profile("any-machine")
+
+# CliRunner makes all commands of an app for each call of one: 65 ms for `raydist`.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 SLOW = ("observe/test_monitor_actor", "cluster", "faults", "end_to_end")
 """Files and folders that start Ray or process groups; they run last, in this order, those of WAITING after all others. With `-n`

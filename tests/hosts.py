@@ -368,7 +368,7 @@ class Cluster:
 
     `cpus`: the number that Ray assumes for each node. `env` is added to the environment of Ray's own processes. `address` is
     HOST:PORT; `environment` is what a client needs: the cluster requires a token, as Ray does wherever a token file exists.
-    Workers and fork servers are forked (tests/host_zygotes.py), unless it is `plain`: then they start as on a user's cluster.
+    Workers and fork servers are forked (tests/host_zygotes.py), but for those of a node that is added as a `plain` one.
     """
 
     def __init__(
@@ -378,7 +378,6 @@ class Cluster:
         cpus: int = 1,
         size: int | None = None,
         env: Mapping[str, str] | None = None,
-        plain: bool = False,
     ) -> None:
         self.hosts, self._cpus = hosts, cpus
         self._size = len(hosts) if size is None else size
@@ -387,11 +386,11 @@ class Cluster:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated environment
         own = {"RAY_AUTH_MODE": "token", "PATH": path}
-        self._env = {**clean, **LEAN, **self.environment, **own}
-        self._templates = [] if plain else templates(self._env)
+        self._plain = {**clean, **LEAN, **self.environment, **own, **(env or {})}
+        self._templates = templates({**clean, **LEAN, **self.environment, **own})
+        self._env = dict(self._plain)
         for each in self._templates:
             self._env |= each.variables
-        self._env |= env or {}
         self._watch: Process | None = None
 
     def restart(self, size: int, port: int = 6379) -> None:
@@ -400,12 +399,11 @@ class Cluster:
         self._size, self.address = size, f"{self.hosts[0].ip}:{port}"
         self.__enter__()
 
-    def start_head(self, forked: bool = True) -> None:
-        """Starts a head on host 0. Nodes that had another head know nothing of it. `forked`: in a third of the seconds of a user's
-        `ray start`."""
+    def start_head(self) -> None:
+        """Starts a head on host 0. Nodes that had another head know nothing of it."""
         port = self.address.rpartition(":")[2]
         head = ("--head", f"--port={port}", f"--temp-dir={_OWN_RAY}", "--include-dashboard=false")
-        self._start(self.hosts[0], *head, forked=forked)
+        self._start(self.hosts[0], *head)
 
     def __enter__(self) -> Cluster:
         with contextlib.ExitStack() as stack:
@@ -446,9 +444,10 @@ class Cluster:
         names = {host.ip: host.name for host in self.hosts}
         return {names[ip]: node for node, (ip, alive) in self.nodes().items() if alive}
 
-    def add_node(self, host: Host, *, cpus: int | None = None) -> str:
-        """Adds a host as a node (boots it if it is off); returns its id once Ray's head reports it alive."""
-        self._join(host, cpus)
+    def add_node(self, host: Host, *, cpus: int | None = None, plain: bool = False) -> str:
+        """Adds a host as a node (boots it if it is off); returns its id once Ray's head reports it alive. `plain`: its workers and
+        fork servers start as on a user's cluster, below its raylet."""
+        self._join(host, cpus, plain)
         self.wait_until(lambda: host.name in self.node_ids())
         return self.node_ids()[host.name]
 
@@ -483,20 +482,22 @@ class Cluster:
                 raise TimeoutError(f"not in {timeout:g} s; Ray's nodes are {self.nodes()}")
             time.sleep(0.2)  # each iteration queries the head again
 
-    def _join(self, host: Host, cpus: int | None = None) -> None:
-        self._start(host, f"--address={self.address}", cpus=cpus)
+    def _join(self, host: Host, cpus: int | None = None, plain: bool = False) -> None:
+        self._start(host, f"--address={self.address}", cpus=cpus, plain=plain)
 
-    def _start(self, host: Host, *options: str, cpus: int | None = None, forked: bool = True) -> None:
+    def _start(self, host: Host, *options: str, cpus: int | None = None, plain: bool = False) -> None:
         if not host.up:
             host.boot()
-        host.fork_zygotes(self._templates)
-        program = forked_ray() if self._templates and forked else [sys.executable, "-m", "tests.hosts", "start"]
+        if not plain:
+            host.fork_zygotes(self._templates)
+        program = [sys.executable, "-m", "tests.hosts", "start"] if plain else forked_ray()
         command = [
             *program, *options, f"--node-ip-address={host.ip}",
             f"--num-cpus={self._cpus if cpus is None else cpus}", "--object-store-memory=100000000", "--disable-usage-stats",
             "--include-log-monitor=false", "--no-monitor",  # a second of CPU time each: nothing reads the logs, or adds nodes
         ]  # fmt: skip
-        done = host.run(command, cwd=Path(__file__).parents[1], env=self._env, timeout=240)
+        env = self._plain if plain else self._env
+        done = host.run(command, cwd=Path(__file__).parents[1], env=env, timeout=240)
         assert "Ray runtime started" in done.stdout, done.stdout + done.stderr
 
 

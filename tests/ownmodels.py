@@ -58,6 +58,25 @@ def loaded(spec: ModelSpec, vocab_size: int) -> nn.Module:
     return model
 
 
+class Rows(nn.Module):
+    """Adds a linear layer of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """x_BTD -> BTD."""
+        out: Tensor = x_BTD + self.linear(x_BTD)
+        return out
+
+
+def row(spec: ModelSpec, vocab_size: int) -> nn.Module:
+    """An nn.Sequential of an embedding, `layers` blocks and a head: a pipeline cuts between any two of them."""
+    blocks = [Rows(spec.width) for _ in range(spec.layers)]
+    return nn.Sequential(nn.Embedding(vocab_size, spec.width), *blocks, nn.Linear(spec.width, vocab_size))
+
+
 def in_few_bits(spec: ModelSpec, vocab_size: int) -> nn.Module:
     """bf16 weights, as most published checkpoints have; each layer's matrix is a view of its transpose."""
     model = loaded(spec, vocab_size).bfloat16()

@@ -10,7 +10,9 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 ALONE = (
-    "tests/worker/metrics/test_collective_counters.py",
+    "tests/worker/metrics/test_collective_counters.py::test_what_nothing_hides_is_exposed",
+    "tests/worker/metrics/test_collective_counters.py::test_exposed_buckets_of_ddp",
+    "tests/worker/metrics/test_collective_counters.py::test_seconds_are_kineto_s",
     "tests/cluster/test_hosts.py::test_a_link_has_its_rate",
     "tests/cluster/test_hosts.py::test_nothing_is_left",
 )

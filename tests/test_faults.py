@@ -152,6 +152,9 @@ def test_chaos_fails_without_its_faults(monkeypatch: pytest.MonkeyPatch) -> None
     chaos = importlib.import_module("chaos")
     wanted = [faults.Kill(rank=0, step=5), faults.Kill(rank=1, step=9), faults.KillDriver(step=12)]
     told = [Event("fault", 0.0, {"fault": "kill", "rank": 0, "step": 5}), Event("note", 0.0, {"text": "kill"})]
-    assert chaos.missing(wanted, told) == ["kill", "kill_driver"]
-    assert chaos.missing(wanted, []) == ["kill", "kill", "kill_driver"]
+    names = ["kill on rank 0 in step 5", "kill on rank 1 in step 9", "kill_driver on rank 0 in step 12"]
+    assert chaos.missing(wanted, told) == names[1:]
+    assert chaos.missing(wanted, []) == names
     assert chaos.missing(wanted[:1], told) == []
+    assert chaos.missing(wanted[1:2], told) == names[1:2], "another rank and step"
+    assert chaos.missing([wanted[0]] * 2, told) == names[:1]

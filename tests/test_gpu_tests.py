@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 FILES = ("test_step.py", "test_offload.py", "test_collectives.py")
-LEFT_OUT = "not compiled and not counted"
-"""Compilation is tested elsewhere; gloo ends a collective of one rank before anybody waits."""
+LEFT_OUT = "not (compiled or counted or fp16 or selective or zero1 or zero2 or hsdp or nvme)"
+"""Compilation is tested elsewhere; gloo ends a collective of one rank before anybody waits. Of parameters that other tests have on
+the CPU, one is left for each test."""
 
 
 def test_they_pass_on_the_cpu() -> None:

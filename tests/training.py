@@ -27,7 +27,6 @@ from raydist.run.directory import EVENTS
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms
 from raydist.worker.build import build_strategy, divide_into_parts, replica
-from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import Compression
 from raydist.worker.comm.outer.hook import Outer
 from raydist.worker.dataloader import own_tokens, to_device
@@ -200,9 +199,7 @@ class Trainer:
         self.before_update: Callable[[], object] = lambda: None
         self.parameters = gather_parameters(shards, rank)
         self.outer = Outer(spec.comm, self.replica, shards, spec.train.total(1)) if self.replica else None
-        self.compression = (
-            Compression(reducers_of(self.strategy), self.precision, rank) if spec.comm.compresses else None
-        )
+        self.compression = Compression(self.strategy.reducers(), self.precision, rank) if spec.comm.compresses else None
         self.step = TrainStep(
             self.mesh,
             self.strategy,

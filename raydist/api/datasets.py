@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raydist.api.call import check_numbers, separate
 from raydist.errors import UsageError
+from raydist.printable import printable
 from raydist.redact import redact
 from raydist.registry import did_you_mean
 
@@ -54,7 +55,7 @@ def prepare_data(
 
 def dataset_facts(uri: str, index: DatasetIndex) -> dict[str, Any]:
     """A dataset, as `raydist data show --json` prints it."""
-    return {
+    facts: dict[str, Any] = {
         "path": redact(uri),
         "fingerprint": index.fingerprint,
         "tokenizer": {k: getattr(index.tokenizer, k) for k in ("name", "vocab_size", "end")},
@@ -70,6 +71,7 @@ def dataset_facts(uri: str, index: DatasetIndex) -> dict[str, Any]:
         "block_hashes": index.has_block_hashes,
         **({"chat": index.chat.to_dict()} if index.chat is not None else {}),
     }
+    return printable(facts)
 
 
 def choice(option: str, value: str, known: tuple[str, ...]) -> None:

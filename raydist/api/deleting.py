@@ -14,6 +14,8 @@ import yaml
 
 from raydist.errors import StorageError, UsageError
 from raydist.parsing import parse_yaml
+from raydist.printable import printable
+from raydist.redact import redact
 from raydist.run.directory import DRIVERS, SPEC, RunDir
 from raydist.run.lease import DriverLease, newest_driver
 from raydist.run.status import read_state
@@ -80,7 +82,7 @@ def _stays(folder: RunDir | SweepDir) -> tuple[str, ...]:
         replicas = list((spec.get("checkpoint") or {}).get("replicas") or [])
     except (OSError, AttributeError, TypeError, ValueError, yaml.YAMLError):
         return ()
-    return tuple(f"copies of its checkpoints in {replica} are kept" for replica in replicas)
+    return tuple(printable(f"copies of its checkpoints in {redact(str(replica))} are kept") for replica in replicas)
 
 
 def delete(folder: RunDir | SweepDir) -> None:

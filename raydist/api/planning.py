@@ -145,13 +145,13 @@ def target(job: JobSpec, *, asked: bool, here: bool) -> tuple[Literal["cuda", "c
     if each != "auto":
         return ("cuda" if each > 0 else "cpu"), f"cluster.gpus_per_worker is {each:g}"
     if asked:
-        return "cuda", "an option asks for GPUs"
+        return "cuda", "an option sets GPUs"
     if job.precision.params == "fp16":
         return "cuda", "fp16 trains on GPUs only"
     return (
         ("cuda", "this machine has a GPU")
         if here
-        else ("cpu", "this machine has no GPU, and no option asks for one: see --gpus")
+        else ("cpu", "this machine has no GPU, and no option sets one: see --gpus")
     )
 
 
@@ -160,7 +160,7 @@ def searched(
 ) -> dict[str, Any]:
     """The best meshes as plain values, as `--search --json` prints them. docs/how-to/plan.md lists the keys. Raises UsageError
     where there is no forecast of the speed, or no known memory."""
-    from raydist.planner.search import search
+    from raydist.planner.search import AXES, search
     from raydist.planner.speed import refusal
 
     why = device if isinstance(device, str) else refusal(job, machine, device)
@@ -183,7 +183,7 @@ def searched(
         "best": [
             {
                 "mesh": {
-                    **{name: getattr(one.spec.parallel, name) for name in ("tensor", "pipeline", "chunks")},
+                    **{name: getattr(one.spec.parallel, name) for name in AXES},
                     "micro_batch": one.spec.largest_pass[0],
                 },
                 "set": one.changes,
@@ -203,9 +203,8 @@ def tell(
     source: str, job: JobSpec, machine: Machine, because: str, model: Model, attention: str, advice: Advice
 ) -> dict[str, Any]:
     """The plan as plain values, as --json prints it. docs/how-to/plan.md lists the keys."""
-    from raydist.planner.shares import batches
 
-    micro, count = batches(job, machine.ranks)
+    micro, count = job.batches(machine.ranks)
     pick = advice.pick
     return {
         "v": 1,
@@ -213,7 +212,7 @@ def tell(
         "model": _about(job, model),
         "machine": {
             **_machine(machine, because),
-            **{axis: n for axis in ("tensor", "context") if (n := getattr(job.parallel, axis)) > 1},
+            **{axis: n for axis in ("tensor", "context", "expert") if (n := getattr(job.parallel, axis)) > 1},
             **({"pipeline": _pipeline(job, model)} if model.stages else {}),
         },
         "batch": {
@@ -297,11 +296,14 @@ def _rank(found: Estimate, machine: Machine, job: JobSpec) -> dict[str, Any]:
             del values[name]
     on_node = min(machine.ranks, machine.per_node)
     host, disk = values.pop("host") * on_node, values.pop("disk") * on_node
+    network = values.pop("network")
     # Two copies of each rank's state; with several nodes, each node also keeps two copies of another node's ranks.
     copies = (4 if machine.nodes > 1 else 2) * values.pop("copy") * on_node
     return {
         **values,
         "total": found.total,
+        "sent_in_node": found.within_node,
+        "sent_over_network": network,
         "host_per_node": host,
         "disk_per_node": disk,
         "copies_per_node": copies,

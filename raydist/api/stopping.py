@@ -90,9 +90,10 @@ class Driven:
         """The message for one without a live driver."""
         status = self.state()[0]
         if driver is not None and not driver.ended:
-            ago = max(0.0, time.time() - driver.renewed_at)
+            ago = time.time() - driver.renewed_at
+            when = f"{ago:.0f} s ago" if ago >= 0 else f"at a time {-ago:.0f} s ahead of this host's clock"
             return (
-                f"{self} is not training: its driver, {driver}, last renewed its lease {ago:.0f} s ago and is considered dead; "
+                f"{self} is not training: its driver, {driver}, last renewed its lease {when} and is considered dead; "
                 f"{self.as_it_is()}; {_RESUME}"
             )
         return f"{self} is {status} {self.as_it_is()}: there is nothing to stop"

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raydist import registry
+from raydist.api.call import Call
 from raydist.errors import RunNotFound, UsageError, UserError
 from raydist.report.starting import Starting
 from raydist.run.directory import LOGS, SPEC, RunDir, check_name, default_storage, start_anew
@@ -81,6 +83,9 @@ def train(
         exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
         starting.stage("data")
         dataset, total = _data(job, home, starting)
+        if job.parallel.pipeline > 1 and registry.is_own(job.model.name):
+            # Neither the spec nor this process, which never imports torch, knows its blocks.
+            Call("raydist.planner.stages:check", {"spec": job, "vocab_size": dataset.vocab_size}, tied=False).wait()
         starting.stage("run")
         with DriverLease(run, wait_s=wait_for_driver) as lease:
             if fresh and run.exists():

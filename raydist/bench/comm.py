@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raydist import registry
-from raydist.bench import collectives, predict
+from raydist.bench import collectives, nccl, predict
 from raydist.bench.failures import carried
 from raydist.bench.options import Ask, read
 from raydist.data.batches import MicroBatch
@@ -94,6 +94,9 @@ def run(ask: Ask, rank: Rank) -> dict[str, Any]:
         },
         "fit": asdict(found.line),
         "gradients": gradients,
+        "nccl": nccl.expected(rows, rank.world_size, len({one["node_ip"] for one in every}))
+        if rank.backend == "nccl"
+        else None,
         "bucket": asdict(bucket(parse(dict(ask.job)), ask.vocab, rank)) if ask.job is not None else None,
         "seconds": time.perf_counter() - begun,
     }

@@ -65,7 +65,7 @@ def check(saved: dict[str, Any] | None, here: dict[str, Any] | None) -> None:
         raise CheckpointError(
             f"model.hf: {here['hf']} has other weights than the adapters were trained on: fingerprint {here['fingerprint']}, "
             f"not {saved['fingerprint']} (then in {saved['hf']})",
-            "give the folder as it was, or start anew (--fresh)",
+            "give the folder as it was, or start from the beginning (--fresh)",
         )
 
 

@@ -165,7 +165,7 @@ class Mirrors:
         deadline = time.monotonic() + timeout_s
         for uri, copier in zip(self._uris, self._copiers, strict=True):
             if timeout_s > 0 and not copier.over.wait(max(0.0, deadline - time.monotonic())):
-                cause = f"still being copied {timeout_s:g} s after the end of training; the next start of this run goes on with it"
+                cause = f"still being copied {timeout_s:g} s after the end of training; the next start of this run continues it"
                 self._say("replica_failed", replica=redact(uri), cause=cause)
         if timeout_s > 0 and self._copiers:
             self._prune()

@@ -48,7 +48,7 @@ class Lease:
         try:
             self.renew()
         except StorageError:
-            # A reader without write permission reads without protection; docs/explanation/checkpoints.md says so.
+            # A reader without write permission reads without protection; see docs/explanation/checkpoints.md.
             self._name = None
         if _fresh(run.storage, path(step, MARK)) or run.manifest(step) is None:
             self.release()

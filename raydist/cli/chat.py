@@ -64,8 +64,8 @@ class Chat:
 
     def _ids(self, text: str) -> list[int]:
         """The tokens of a text that the template wrote."""
-        told = getattr(self._tokenizer, "encode_with_starts", None)
-        return [int(i) for i in (told([text], True)[0][0] if told else self._tokenizer.encode([text])[0])]
+        with_starts = getattr(self._tokenizer, "encode_with_starts", None)
+        return [int(i) for i in (with_starts([text], True)[0][0] if with_starts else self._tokenizer.encode([text])[0])]
 
     def _after_an_answer(self) -> list[int]:
         """The special token that the template writes after an answer, if it writes one."""

@@ -15,6 +15,7 @@ import typer
 
 from raydist.cli import options
 from raydist.errors import UsageError
+from raydist.printable import printable
 from raydist.run.directory import RunDir, resolve
 
 app = typer.Typer(help="List, make, check, prune and export a run's checkpoints.", no_args_is_help=True)
@@ -108,7 +109,7 @@ def verify(
         if not as_json:
             print(f"step {one['step']}: {'all bytes match their hashes' if one['good'] else 'bad'}")
         for problem in one["problems"]:
-            print(f"raydist: {problem}", file=sys.stderr)
+            print(f"raydist: {printable(problem)}", file=sys.stderr)
     if as_json:
         print(json.dumps(checked))
     elif not checked:
@@ -131,7 +132,7 @@ def _replay(folder: RunDir, steps: int, step: int | None, workers: int | None, t
         says = f"{len(made.differences)} differences" if made.differences else f"the same {what}, to the bit"
         print(f"steps {made.first} to {made.last}: trained on {before} workers, and again on {made.workers}: {says}")
         for line in made.differences[:20]:
-            print(f"raydist: {line}", file=sys.stderr)
+            print(f"raydist: {printable(line)}", file=sys.stderr)
     if made.differences:
         raise typer.Exit(3)
 
@@ -147,13 +148,14 @@ def prune(
 ) -> None:
     """Delete all checkpoints but the newest ones, the best by eval loss, and those being read.
 
-    What is kept is read before anything is deleted: a damaged checkpoint stays, but does not count.
+    What is kept is read before anything is deleted: a damaged checkpoint is kept, but not counted in --keep.
     """
     from raydist.api.runs import Run
 
     folder = resolve(run, storage)
     pruned = Run(folder).prune(
-        keep, lambda problem: print(f"raydist: {problem}; it is kept, but does not count", file=sys.stderr)
+        keep,
+        lambda problem: print(f"raydist: {printable(problem)}; it is kept, but not counted in --keep", file=sys.stderr),
     )
     left = folder.committed()
     if as_json:

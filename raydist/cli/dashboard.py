@@ -32,12 +32,12 @@ def dashboard(
 ) -> None:
     """Serve live pages of runs and sweeps to your browser, from their folders alone, until Ctrl-C.
 
-    Prints the address to open; whoever has it can see the runs, so do not share it. Changes nothing, but for what --allow-actions
-    lets them ask runs for.
+    Prints the URL to open. Anyone with this URL can see the runs, so do not share it. Changes nothing, except for the requests that
+    --allow-actions allows.
     """
     import asyncio
 
-    from raydist.dashboard.access import Door
+    from raydist.dashboard.access import AccessPolicy
     from raydist.dashboard.announced import announced
     from raydist.dashboard.server import listener, serve
     from raydist.errors import UsageError
@@ -51,11 +51,11 @@ def dashboard(
             what = "is no folder" if home.exists() else "does not exist"
             raise UsageError(f"storage {home.uri} ({choice.because}) {what}", "name a folder or URI that holds runs")
     with listener(host, port) as listening:
-        door = Door(host, listening.getsockname()[1], acts=allow_actions)
+        access = AccessPolicy(host, listening.getsockname()[1], acts=allow_actions)
 
         def ready() -> None:
-            print(door.url(), flush=True)
+            print(access.url(), flush=True)
             print("open this address in a browser; Ctrl-C ends the server", file=sys.stderr)
 
-        with announced(homes, door.address):
-            asyncio.run(serve(homes, listening, door, ready))
+        with announced(homes, access.address):
+            asyncio.run(serve(homes, listening, access, ready))

@@ -53,9 +53,7 @@ def prepare(
             show_default=False,
         ),
     ] = None,
-    loss_on: Annotated[
-        str, typer.Option(help="For chat: completions (what the assistant says), or all.")
-    ] = "completions",
+    loss_on: Annotated[str, typer.Option(help="For chat: completions (the assistant's text), or all.")] = "completions",
     address: Annotated[
         str | None,
         typer.Option(
@@ -89,7 +87,7 @@ def verify(
     if as_json:
         print(json.dumps({"path": dataset, "damaged": [{"file": d.file, "reason": d.reason} for d in damage]}))
     for damaged in damage:
-        print(f"raydist: {dataset}/{damaged.file}: {damaged.reason}", file=sys.stderr)
+        print(f"raydist: {dataset}/{damaged.file}: {printable(damaged.reason)}", file=sys.stderr)
     if damage:
         raise typer.Exit(3)
     if not as_json:
@@ -214,7 +212,7 @@ def _batch(uri: str, path: Path, step: int) -> dict[str, Any]:
     for at, length in enumerate(lengths):
         row = samples.batch(ids[at : at + 1])[0][0, : min(length, _BEGIN)]
         shown.append({"id": int(ids[at]), "begins": printable(dataset.tokenizer.decode(row))})
-    files = [redact(file) for file in samples.files(ids)]
+    files = [printable(redact(file)) for file in samples.files(ids)]
     return {"step": step, "samples_hash": samples_hash(ids), "files": files, "samples": shown}
 
 
@@ -240,8 +238,8 @@ def _print(
         print(json.dumps(facts))
         return
     print(f"{facts['path']}: {index.fingerprint}")
-    print(f"  sources    {', '.join(index.sources)}")
-    print(f"  tokenizer  {index.tokenizer.name}, {index.tokenizer.vocab_size} ids, stored as {index.dtype}")
+    print(f"  sources    {', '.join(facts['sources'])}")
+    print(f"  tokenizer  {facts['tokenizer']['name']}, {index.tokenizer.vocab_size} ids, stored as {index.dtype}")
     for name, split in (("train", index.train), ("eval", index.eval)):
         print(
             f"  {name:<9}  {split.tokens:,} tokens, {split.documents:,} documents, {split.bytes:,} bytes of text, "

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 _FILES = (".yaml", ".yml")
 
 
+def is_job(target: str | None) -> bool:
+    """Whether doctor's target is a job's file, not a run."""
+    return target is not None and target.endswith(_FILES)
+
+
 def doctor(
     target: Annotated[
         str | None,
@@ -54,7 +59,7 @@ def doctor(
     if target is None:
         raise UsageError("doctor: give a run or a job's file", "or --tree, for the decision tree")
     of_job = {"--like": like, "--gpus-per-node": gpus_per_node, "--memory": memory, "--set": overrides or None}
-    if target.endswith(_FILES):
+    if is_job(target):
         _before(target, storage, like, gpus_per_node, memory, overrides or [], as_json)
         return
     given = [name for name, value in of_job.items() if value is not None]

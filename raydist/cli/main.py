@@ -8,8 +8,10 @@ Runs in: the user's shell. Must stay light: `raydist --help` answers in half a s
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -118,6 +120,7 @@ _READING = frozenset(
         "trace",
         "report",
         "dashboard",
+        "doctor",
         "sample",
         "evaluate",
         "checkpoint",
@@ -131,14 +134,25 @@ _READING = frozenset(
         "init",
     ]
 )
-"""With `doctor` of a run: commands that run no code of the user: whatever a run's files or the working directory contain."""
+"""Commands that run no code of the user: whatever a run's files or the working directory contain. But for `doctor` of a job."""
 
 
 def _trusted(arguments: list[str]) -> bool:
-    """Whether the command may run the user's own code: it trains or plans, or is told so."""
+    """Whether the command may run the user's own code: it trains or plans, or has --trust."""
     words = [argument for argument in arguments if not argument.startswith("-")][:2]
-    of_run = words[:1] == ["doctor"] and not any(argument.endswith((".yaml", ".yml")) for argument in arguments)
-    return not (of_run or not _READING.isdisjoint([*words[:1], " ".join(words)])) or "--trust" in arguments
+    reads = not _READING.isdisjoint([*words[:1], " ".join(words)])
+    return (
+        not reads or "--trust" in arguments or (arguments[:1] == ["doctor"] and doctor.is_job(_target(arguments[1:])))
+    )
+
+
+def _target(arguments: list[str]) -> str | None:
+    """The target among doctor's arguments, which may also be the values of options."""
+    only = typer.Typer(add_completion=False)
+    only.command()(doctor.doctor)
+    with typer.main.get_command(only).make_context("doctor", list(arguments), resilient_parsing=True) as context:
+        target: str | None = context.params.get("target")
+        return target
 
 
 def _started(arguments: list[str]) -> bool:
@@ -149,11 +163,23 @@ def _started(arguments: list[str]) -> bool:
     )
 
 
+@functools.cache
+def _command(first: str) -> Any:
+    """The command line; with one command alone if the first word names it, because typer takes 65 ms to make all of them."""
+    called = copy.copy(app)
+    commands = [each for each in app.registered_commands if each.callback and each.callback.__name__ == first]
+    groups = [each for each in app.registered_groups if each.name == first]
+    if commands or groups:
+        called.registered_commands, called.registered_groups = commands, groups
+    return bounded(typer.main.get_command(called))
+
+
 def _run(arguments: list[str] | None) -> None:
     """Runs the command and flushes stdout."""
     try:
-        refuse_empty(sys.argv[1:] if arguments is None else arguments)
-        bounded(typer.main.get_command(app))(arguments)
+        words = sys.argv[1:] if arguments is None else arguments
+        refuse_empty(words)
+        _command(words[0] if words else "")(arguments)
     except SystemExit:
         if sys.stdout is not None:
             sys.stdout.flush()

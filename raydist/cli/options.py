@@ -71,7 +71,7 @@ WaitForDriver = Annotated[
     typer.Option(
         min=0,
         metavar="SECONDS",
-        help="How long to wait for another driver of the same run or sweep to end, or its lease to expire, before giving up.",
+        help="How long to wait for another driver of the same run or sweep to end, or its lease to expire; then the command fails.",
     ),
 ]
 Dashboard = Annotated[
@@ -113,8 +113,7 @@ _NEEDS_TEXT = frozenset(
         "--deepspeed",
     ]
 )
-"""Options for which an empty text is nobody's wish, but a variable of the shell that is not set: a path would be the working
-directory."""
+"""Options for which an empty text is never intended: a variable of the shell is not set. A path would be the working directory."""
 
 
 def refuse_empty(words: Sequence[str]) -> None:

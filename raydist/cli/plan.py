@@ -90,7 +90,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Estimate a job's memory per device and its speed under every strategy; say which fit, and which to use."""
+    """Estimate a job's memory per device and its speed under every strategy; list which fit, and recommend one."""
     if (weak or out is not None) and not scaling:
         raise UsageError("--weak and -o go with --scaling", "add --scaling")
     from raydist.api import planning

@@ -39,7 +39,9 @@ def sample(
     ] = False,
     message: Annotated[
         list[str] | None,
-        typer.Option(help="With --chat: answer this message and end; several are asked in turn.", show_default=False),
+        typer.Option(
+            help="With --chat: answer this message and end; several are answered in turn.", show_default=False
+        ),
     ] = None,
     system: Annotated[
         str | None, typer.Option(help="With --chat: the message of the system.", show_default=False)

@@ -46,7 +46,7 @@ def stop(
     try:
         wait(folder, driver, timeout)
     except KeyboardInterrupt:
-        print(f"raydist: {folder} still stops; `raydist runs` shows when it has", file=sys.stderr)
+        print(f"raydist: {folder} is still stopping; check with `raydist runs`", file=sys.stderr)
         raise typer.Exit(130) from None
     _print(folder, folder.ended(), as_json, asked=True, ended=True)
 

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from raydist.cli import options, output
 from raydist.errors import StorageError, UsageError
+from raydist.printable import printable
 
 
 class _FileFirst(TyperGroup):
@@ -128,7 +129,7 @@ def best(
 
     folder = resolve_sweep(name, storage)
     job, comments = best_job(folder, tell(folder))
-    text = "".join(f"# {line}\n" for line in comments) + dump(job)
+    text = printable("".join(f"# {line}\n" for line in comments) + dump(job))
     if out is None:
         print(text, end="")
         return

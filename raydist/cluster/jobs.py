@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from raydist.cluster import authentication
 from raydist.cluster.head_monitor import answers
 from raydist.errors import ClusterUnreachable, UserError
+from raydist.printable import printable
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -151,11 +152,11 @@ def ended(url: str, job: str, away_s: float) -> tuple[str, int | None, str]:
             time.sleep(_AGAIN_S)
             continue
         if info.status.is_terminal():
-            message = (info.message or "").strip().splitlines()
+            message = printable(info.message or "").strip().splitlines()
             return info.status.value, info.driver_exit_code, message[0] if message else ""
     return "LOST", None, ""
 
 
 async def _follow(client: Any, job: str) -> None:
     async for lines in client.tail_job_logs(job):
-        print(lines, end="", file=sys.stderr, flush=True)
+        print(printable(lines), end="", file=sys.stderr, flush=True)

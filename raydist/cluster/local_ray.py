@@ -140,7 +140,7 @@ def running(temp_dir: Path, *, object_store_bytes: int, metrics_port: int | None
             yield node
     finally:
         # Where the head is lost, this process leaves at once, and they are killed then: without its raylet Ray's client would
-        # end this process with exit code 1, before the cause is told.
+        # end this process with exit code 1, before the cause is reported.
         if not head_monitor.lost:
             try:
                 node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)

@@ -47,12 +47,36 @@ def room(
 
     `together`: see `places`.
     """
-    fits = 0
+    return sum(_room_on_each(nodes, each, ours, avoid, together).values())
+
+
+def assigned(
+    nodes: Iterable[Node],
+    each: Mapping[str, float],
+    ours: Mapping[str, int],
+    avoid: Collection[str],
+    together: int,
+    workers: int,
+) -> list[str]:
+    """The node of each of so many workers, a multiple of `together`: on as few nodes as possible, a multiple on each. [] if there
+    is no room for them. See `room`.
+    """
+    on = _room_on_each(nodes, each, ours, avoid, together)
+    found: list[str] = []
+    for node in sorted(on, key=on.__getitem__, reverse=True):
+        found += [node] * min(on[node], workers - len(found))
+    return found if len(found) == workers else []
+
+
+def _room_on_each(
+    nodes: Iterable[Node], each: Mapping[str, float], ours: Mapping[str, int], avoid: Collection[str], together: int
+) -> dict[str, int]:
+    found = {}
     for node in nodes:
         if not node.draining and node.id not in avoid:
             here = places([node.free], each) + ours.get(node.id, 0)
-            fits += here - here % together
-    return fits
+            found[node.id] = here - here % together
+    return found
 
 
 def places(nodes: Iterable[Mapping[str, float]], each: Mapping[str, float], together: int = 1) -> int:

@@ -42,7 +42,7 @@ class PrivateHead:
         self._stopped: dict[tuple[str, int], float] = {}
         """(name, pid) -> since when it has been stopped."""
         self._monitors: list[int] = []
-        """As last seen: a dead raylet's actors are nobody's children."""
+        """As last seen: the actors of a dead raylet have no parent."""
         self._dead = ""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="raydist-head", daemon=True)

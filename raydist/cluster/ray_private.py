@@ -232,12 +232,12 @@ NAMES = {
     ),
     "ControllerMetricsCallback": PrivateName(
         f"{_TRAIN}.callbacks.metrics:ControllerMetricsCallback",
-        "is left out: nobody reads its metrics",
+        "is left out: its metrics are not read",
         _NO_CALLBACK_CHOICE,
     ),
     "WorkerMetricsCallback": PrivateName(
         f"{_TRAIN}.callbacks.metrics:WorkerMetricsCallback",
-        "is left out: nobody reads its metrics",
+        "is left out: its metrics are not read",
         _NO_CALLBACK_CHOICE,
     ),
     "PlacementGroupCleanerCallback": PrivateName(

@@ -35,7 +35,7 @@ HEADERS = {
 
 
 @dataclass(frozen=True)
-class Door:
+class AccessPolicy:
     """Decides on requests. `host`: the address at which the server listens, as given; `acts`: whether POST is allowed."""
 
     host: str

@@ -25,12 +25,12 @@ from raydist.storage import Storage
 def announced(homes: Sequence[Storage], address: str) -> Iterator[None]:
     """Meanwhile `link` finds this process's dashboard over these storages. Without a cache folder it is not found, and works."""
     path = _folder() / f"{os.getpid()}.json"
-    told = {"address": address, "storages": [home.uri for home in homes], "process": this_process()}
+    entry = {"address": address, "storages": [home.uri for home in homes], "process": this_process()}
     try:
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         make_private_folder(path.parent)
         with open(open_private(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), "wb") as file:
-            file.write(json.dumps(told).encode())
+            file.write(json.dumps(entry).encode())
     except OSError:
         yield
         return
@@ -46,14 +46,14 @@ def link(run: RunDir) -> str | None:
     for path in sorted(_folder().glob("*.json")):
         try:
             with open(open_private(path), "rb") as file:
-                told = parse_json(file.read(LINE_BYTES), LINE_BYTES)
-            process, storages = told["process"], list(told["storages"])
+                entry = parse_json(file.read(LINE_BYTES), LINE_BYTES)
+            process, storages = entry["process"], list(entry["storages"])
             if process["host"] != socket.gethostname():
                 continue  # a home folder that several hosts share: its 127.0.0.1 is another one
             if gone(process):
                 path.unlink(missing_ok=True)
             elif home in storages:
-                return f"{told['address']}/run/{storages.index(home)}/{quote(run.name, safe='')}"
+                return f"{entry['address']}/run/{storages.index(home)}/{quote(run.name, safe='')}"
         except (OSError, ValueError, KeyError, TypeError):
             continue  # it is being written, or ends
     return None

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import quote
 
-from raydist.dashboard.access import Door
+from raydist.dashboard.access import AccessPolicy
 from raydist.run.directory import LOGS, RunDir
 from raydist.storage import opener
 
@@ -38,7 +38,7 @@ def beside(run: RunDir, note: Callable[[str], None]) -> Iterator[None]:
     try:
         process = _start(run, note)
     except OSError as error:
-        note(f"raydist: no dashboard: {error.strerror or error}; training goes on without it")
+        note(f"raydist: no dashboard: {error.strerror or error}; training continues without it")
         yield
         return
     try:
@@ -61,15 +61,15 @@ def main() -> None:
     from raydist.storage import Storage
 
     asked = json.loads(sys.stdin.buffer.readline())
-    homes, door = [Storage(asked["storage"])], Door(HOST, asked["port"], asked["token"])
-    with socket.socket(fileno=asked["socket"]) as listening, announced(homes, door.address):
-        asyncio.run(serve(homes, listening, door, lambda: None, until=sys.stdin.fileno()))
+    homes, access = [Storage(asked["storage"])], AccessPolicy(HOST, asked["port"], asked["token"])
+    with socket.socket(fileno=asked["socket"]) as listening, announced(homes, access.address):
+        asyncio.run(serve(homes, listening, access, lambda: None, until=sys.stdin.fileno()))
 
 
 def _start(run: RunDir, note: Callable[[str], None]) -> subprocess.Popen[bytes]:
     """The process. Raises OSError."""
     with _listener() as listening, _log(run) as log:
-        door = Door(HOST, listening.getsockname()[1], secrets.token_urlsafe(32))
+        access = AccessPolicy(HOST, listening.getsockname()[1], secrets.token_urlsafe(32))
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _START, str(Path(__file__).parents[2])],
             stdin=subprocess.PIPE,
@@ -82,12 +82,12 @@ def _start(run: RunDir, note: Callable[[str], None]) -> subprocess.Popen[bytes]:
             os.setpriority(os.PRIO_PROCESS, process.pid, 19)
             Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
         assert process.stdin is not None
-        asked = {"storage": run.home.full_uri, "socket": listening.fileno(), "port": door.port, "token": door.token}
+        asked = {"storage": run.home.full_uri, "socket": listening.fileno(), "port": access.port, "token": access.token}
         with suppress(BrokenPipeError):
             process.stdin.write(json.dumps(asked).encode() + b"\n")
             process.stdin.flush()
     page = f"/run/0/{quote(run.name, safe='')}"
-    note(f"raydist: its live page, for whoever has this address: {door.url(page)}")
+    note(f"raydist: its live page, for anyone with this URL: {access.url(page)}")
     return process
 
 

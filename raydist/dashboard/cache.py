@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 EVERY_S = 2.0
 """Seconds between two readings: ranks' records reach storage at this interval."""
 SHARE = 0.05
-"""Of a core's time, this part at most is spent on reading and drawing one page again while somebody looks at it."""
+"""Of a core's time, this part at most is spent on reading and drawing one page again while a browser shows it."""
 REST = 2.0
 """A reading that took long, because storage is slow or the machine busy, is followed by this many times as much rest."""
 

@@ -56,7 +56,7 @@ class Parts:
     since: Mapping[str, int]
     version: int
     ended: bool = False
-    _told: dict[int, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _encoded: dict[int, bytes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def after(self, older: Parts | None) -> Parts:
         """With the versions of those parts of `older` that have not changed."""
@@ -71,17 +71,17 @@ class Parts:
 
     def news(self, version: int) -> bytes:
         """JSON of what is newer than that version; made once for all browsers that have it."""
-        if version not in self._told:
-            told = {
+        if version not in self._encoded:
+            newer = {
                 "title": f"{self.title} - raydist",
                 "ended": self.ended,
                 "parts": self.changed(version),
                 "order": [*self.parts],
             }
-            if len(self._told) >= _KEPT:
-                self._told.clear()
-            self._told[version] = json.dumps(told).encode()
-        return self._told[version]
+            if len(self._encoded) >= _KEPT:
+                self._encoded.clear()
+            self._encoded[version] = json.dumps(newer).encode()
+        return self._encoded[version]
 
 
 def parts(title: str, made: Mapping[str, Markup], ended: bool = False) -> Parts:

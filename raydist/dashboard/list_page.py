@@ -61,8 +61,8 @@ def _cause(run: RunDir) -> str:
         with run.storage.open(EVENTS) as file:
             file.seek(max(file.size() - _TAIL, 0))
             lines = bytes(file.read()).splitlines()
-        told = [parse_json(line, LINE_BYTES) for line in lines[-3:] if b'"ended"' in line]
-        return str(told[-1].get("cause") or "").partition("\n")[0] if told else ""
+        ends = [parse_json(line, LINE_BYTES) for line in lines[-3:] if b'"ended"' in line]
+        return str(ends[-1].get("cause") or "").partition("\n")[0] if ends else ""
     except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
         return ""
 

@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from raydist.dashboard import actions, views
-from raydist.dashboard.access import HEADERS, PARAMETER, Door, names
+from raydist.dashboard.access import HEADERS, PARAMETER, AccessPolicy, names
 from raydist.dashboard.cache import EVERY_S, Live
 from raydist.dashboard.document import LIBRARY, LOOK, SCRIPTS, Parts, document, plain
 from raydist.dashboard.site import Place, Site
@@ -48,7 +48,7 @@ LONGEST = 4000
 STREAMS = 400
 """Number of browsers' tabs that are followed; one more is refused, and tries again."""
 SLOW_S = 60
-"""A client that has neither sent a whole request nor taken anything of its answer for this long is given up."""
+"""A client that has neither sent a whole request nor received any of its answer for this long is disconnected."""
 _CSV_ROWS = 1 << 14
 T = TypeVar("T")
 
@@ -57,15 +57,15 @@ class Server:
     """A dashboard over these storages, as an ASGI application. `closing`: once set, streams end. `pool`: its threads. `made`:
     identifies this process in versions, which begin anew with it."""
 
-    def __init__(self, homes: Sequence[Storage], door: Door) -> None:
-        self._site, self._door = Site(homes, door.acts), door
+    def __init__(self, homes: Sequence[Storage], access: AccessPolicy) -> None:
+        self._site, self._access = Site(homes, access.acts), access
         self._made = secrets.token_hex(4)
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="dashboard")
         self.closing, self._streams = asyncio.Event(), set[Any]()
         runs = "/run/{storage:int}/{name}", "/cell/{storage:int}/{sweep}/{name}"
         routes = [Route("/", self._list), Route("/sweep/{storage:int}/{name}", self._sweep)]
         routes += [Route(path, self._run) for path in runs]
-        if door.acts:
+        if access.acts:
             routes += [Route(f"{path}/{{action}}", self._act, methods=["POST"]) for path in runs]
         for path, text in {"/look.css": LOOK, **SCRIPTS}.items():
             routes.append(Route(path, _file(path, text), methods=["GET"]))
@@ -75,12 +75,12 @@ class Server:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
-        answer = self._at_door(Request(scope)) or self._app
+        answer = self._before_pages(Request(scope)) or self._app
         await answer(scope, receive, send)
 
-    def _at_door(self, request: Request) -> Response | None:
+    def _before_pages(self, request: Request) -> Response | None:
         """The answer to a request that may not see pages, or that brings the token; None to all others."""
-        if (why := self._door.refused(request.method, request.headers)) is not None:
+        if (why := self._access.refused(request.method, request.headers)) is not None:
             answer = _plain("Refused", f"{why}.", 403)
             answer.headers["Connection"] = "close"  # what follows may be the body
             return answer
@@ -88,13 +88,13 @@ class Server:
             return _plain("Not here", "There is no such page.", 404)
         token = request.query_params.get(PARAMETER)
         if token is not None and any(route.matches(request.scope)[0] is Match.FULL for route in self._app.routes):
-            if not self._door.knows(token):
+            if not self._access.knows(token):
                 return _plain("Refused", "This token is not the present one.", 401)
             # No redirect: after a link from another site, only a navigation of this page's own sends the new cookie.
             answer = _plain("Dashboard", "Opening the dashboard.", refresh=quote(request.scope["path"]))
-            answer.headers["Set-Cookie"] = self._door.set_cookie()
+            answer.headers["Set-Cookie"] = self._access.set_cookie()
             return answer
-        if not self._door.admits(request.headers.get("Cookie", "")):
+        if not self._access.admits(request.headers.get("Cookie", "")):
             return _plain("Refused", "Open the address that raydist dashboard has printed.", 401)
         return None
 
@@ -258,12 +258,12 @@ class _Connection(H11Protocol):
 async def serve(
     homes: Sequence[Storage],
     listening: socket.socket,
-    door: Door,
+    access: AccessPolicy,
     ready: Callable[[], None],
     until: int | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM, or until the descriptor `until` is at its end. `ready` is called once it answers."""
-    pages = Server(homes, door)
+    pages = Server(homes, access)
     # uvicorn would log each bad request: clients could fill the terminal. Errors of pages are printed by _wrong.
     quiet: dict[str, Any] = {"log_config": None, "log_level": "critical", "server_header": False}
     only: dict[str, Any] = {"http": _Connection, "ws": "none", "lifespan": "off", "proxy_headers": False, "workers": 1}

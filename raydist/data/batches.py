@@ -149,8 +149,8 @@ class MicroBatch:
 
     tokens [n, T] int64; targets [n, T] int64, -100 where masked; documents [n, T] int32 if documents are
     packed. `first`: the index of its first sample in the global batch, by which dropout is seeded. `real`: whether it has samples;
-    a rank without any has masked rows only. lengths [n] int64: tokens of each row, after which there is padding; None if nobody
-    needs to know.
+    a rank without any has masked rows only. lengths [n] int64: tokens of each row, after which there is padding; None if they
+    are not needed.
     """
 
     tokens: Any

@@ -10,6 +10,7 @@ the dataset's fingerprint.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -192,13 +193,16 @@ class TokenSplit:
             if path.stat().st_size != wanted.bytes:
                 raise DataError(f"{path}: not {wanted.bytes} bytes", "delete the dataset and prepare it again")
             mapped = np.memmap(path, dtype="<i8", mode="r")
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise DataError(f"{path} cannot be read: {error}", "`raydist data verify` lists all damage") from error
         if xxhash.xxh3_128_hexdigest(mapped.data) != wanted.hash:
             raise DataError(
                 f"{path}: its bytes are not those that were written",
                 "`raydist data verify` lists all damage; restore the file, or delete the dataset and prepare it again",
             )
+        inside = mapped[0] >= 0 and mapped[-1] < len(self)
+        if not inside or not all((part[1:] > part[:-1]).all() for part in _overlapping(mapped)):
+            raise DataError(f"{path}: is not the ends of its documents", "delete the dataset and prepare it again")
         return mapped
 
     def files(self, starts: IntArray, length: int | IntArray) -> list[str]:
@@ -259,17 +263,19 @@ class TokenSplit:
             with pa.memory_map(str(path)) as file:
                 whole = file.read_buffer()
                 column = pa.ipc.open_file(file).get_batch(0).column(self._column)
-        except (OSError, KeyError, pa.ArrowException) as error:
+            column.validate()
+        except (OSError, KeyError, ValueError, IndexError, pa.ArrowException) as error:
+            if isinstance(error, DataError):
+                raise
             raise DataError(f"{path} cannot be read: {error}", "`raydist data verify` lists all damage") from error
         if len(column) != shard.tokens or column.type != pa.from_numpy_dtype(self.dtype) or column.null_count:
             raise DataError(f"{path}: its tokens do not match the index", "delete the dataset and prepare it again")
         # Not column.to_numpy(), which imports pandas if that is installed: one second at the start of every rank.
         buffer, skipped = column.buffers()[1], column.offset * self.dtype.itemsize
-        mapped = _Mapped(
-            np.frombuffer(buffer, self.dtype, len(column), skipped),
-            np.frombuffer(whole, np.uint8),
-            buffer.address - whole.address + skipped,
-        )
+        at, size = buffer.address - whole.address + skipped, len(column) * self.dtype.itemsize
+        if not 0 <= at <= at + size <= whole.size:  # compressed: its hashes would not be of these bytes
+            raise DataError(f"{path}: its tokens do not match the index", "delete the dataset and prepare it again")
+        mapped = _Mapped(np.frombuffer(buffer, self.dtype, len(column), skipped), np.frombuffer(whole, np.uint8), at)
         if shard.blocks is not None and i not in self._unread:
             count = -(-shard.bytes // BLOCK)
             self._unread[i] = set(range(count))
@@ -302,6 +308,12 @@ class TokenSplit:
                         "delete the dataset and prepare it again",
                     ) from None
         return path
+
+
+def _overlapping(numbers: IntArray) -> Iterator[IntArray]:
+    """All of it in parts, each of which begins with the last number of the one before."""
+    for at in range(0, len(numbers), _FETCH):
+        yield numbers[max(at - 1, 0) : at + _FETCH]
 
 
 def _reopen(storage: Storage, name: Split) -> TokenSplit:

@@ -14,17 +14,20 @@ Runs anywhere. Plain python.
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeVar, get_args
 
 import xxhash
 
-from raydist.data.chat_template import ChatFormat
+from raydist.data.chat_template import ChatFormat, LossOn
 from raydist.errors import DataError
-from raydist.parsing import DAMAGED, parse_json
+from raydist.parsing import DAMAGED, NAME, parse_json
 from raydist.storage import Storage
 
+T = TypeVar("T", "Shard", "Ends", "SplitIndex", "TokenizerIndex", "DatasetIndex")
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 SPLITS: tuple[Split, Split] = ("train", "eval")
 Split = Literal["train", "eval"]
@@ -33,6 +36,8 @@ COLUMN, COUNTS = "tokens", "counts"
 _FORMAT, _VERSION = "raydist-tokens", 1
 FILE_NAME = re.compile(r"(train|eval)-(\d{6}-\d{3,9}\.arrow|ends\.bin)")
 BLOCK, DIGITS = 1 << 20, 16
+_DTYPES = {"uint16": 1 << 16, "uint32": 1 << 32}
+"""The types of a token, and how many ids each can tell apart."""
 _HEX = re.compile(r"[0-9a-f]*")
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 
@@ -146,19 +151,43 @@ class DatasetIndex:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> DatasetIndex:
-        """The inverse of `to_dict`. Raises KeyError or TypeError for an invalid dict."""
-        fields = {k: v for k, v in raw.items() if k not in ("format", "version", "hash")}
+        """The inverse of `to_dict`. Raises one of DAMAGED for an invalid dict."""
+        given = {k: v for k, v in raw.items() if k not in ("format", "version", "hash")}
         for name in SPLITS:
-            split = dict(fields[name])
-            ends = Ends(**split["ends"]) if "ends" in split else None
-            shards = tuple(Shard(**s) for s in split["shards"])
-            fields[name] = SplitIndex(**{**split, "shards": shards, "ends": ends})
-        fields["tokenizer"] = TokenizerIndex(**fields["tokenizer"])
-        if "chat" in fields:
-            fields["chat"] = ChatFormat(**fields["chat"])
-        made = cls(**{**fields, "sources": tuple(fields["sources"])})
+            split = dict(given[name])
+            ends = _checked(Ends(**split["ends"])) if "ends" in split else None
+            shards = tuple(_checked(Shard(**s)) for s in split["shards"])
+            given[name] = _checked(SplitIndex(**{**split, "shards": shards, "ends": ends}))
+        given["tokenizer"] = _checked(TokenizerIndex(**given["tokenizer"]))
+        if "chat" in given:
+            given["chat"] = ChatFormat(**given["chat"])
+        if not isinstance(given["sources"], list):
+            raise ValueError("sources is no list")
+        made = _checked(cls(**{**given, "sources": tuple(given["sources"])}))
+        made._check_values()
         made._check_names()
         return made
+
+    def _check_values(self) -> None:
+        """Raises ValueError for what would be wrong only where it is used: who wrote an index may have computed its hash, too."""
+        token = self.tokenizer
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"the type of its tokens is {self.dtype!r:.40}")
+        if not 0 <= token.end < token.vocab_size <= _DTYPES[self.dtype]:
+            raise ValueError(
+                f"{token.vocab_size} ids, stored as {self.dtype}, and {token.end} as the end of a document"
+            )
+        if not all(isinstance(source, str) for source in self.sources):
+            raise ValueError("the name of a source is no text")
+        for split in (self.train, self.eval):
+            if sum(shard.tokens for shard in split.shards) != split.tokens:
+                raise ValueError(f"{split.tokens} tokens are not those of its shards")
+            if split.ends is not None and split.ends.bytes != 8 * split.documents:
+                raise ValueError(f"the ends of {split.documents} documents do not have {split.ends.bytes} bytes")
+        if (chat := self.chat) is not None:
+            words = [*chat.tokens, *chat.tokens.values(), *([] if chat.template is None else [chat.template])]
+            if chat.loss_on not in get_args(LossOn) or not all(isinstance(word, str) for word in words):
+                raise ValueError("the format of its conversations is none")
 
     def _check_names(self) -> None:
         """The cache has a folder named by the fingerprint, with files named as the shards. Raises ValueError."""
@@ -171,6 +200,23 @@ class DatasetIndex:
                 raise ValueError(f"the name of a file is {one.file!r}")
             if isinstance(one, Shard) and one.blocks is not None and not _fit(one.blocks, one.bytes):
                 raise ValueError(f"the hashes of the blocks of {one.file} are not one for each {BLOCK >> 20} MiB")
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "str | None": lambda value: value is None or isinstance(value, str),
+    "int": lambda value: type(value) is int and 0 <= value < 1 << 63,
+    "float": lambda value: type(value) in (int, float) and math.isfinite(value),
+}
+
+
+def _checked(made: T) -> T:
+    """Returns the dataclass if its texts and numbers have the declared types. Raises ValueError."""
+    for field in fields(made):
+        value = getattr(made, field.name)
+        if not _TYPES.get(str(field.type), lambda value: True)(value):
+            raise ValueError(f"{field.name} is {value!r:.{NAME}}")
+    return made
 
 
 def _fit(hashes: str, size: int) -> bool:

@@ -49,8 +49,8 @@ class Loader:
     `steps`: number of batches; None: no end. `transform` runs in the thread, on each StepBatch. An error in the thread is raised
     by the `next` for its batch. Close the loader, or use it as a context manager.
 
-    If `next` waits longer than `timeout_s`, the thread is given up, and a new one starts at the missing batch; `on_stall` is called
-    each time. Later results of the old thread are dropped. After RESTARTS restarts `next` raises DataError.
+    If `next` waits longer than `timeout_s`, the thread is abandoned, and a new one starts at the missing batch; `on_stall` is
+    called each time. Later results of the old thread are dropped. After RESTARTS restarts `next` raises DataError.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class _Prefetcher:
         return "\n".join(f"{f.filename}:{f.lineno} in {f.name}" for f in reversed(lines))
 
     def close(self) -> None:
-        """Ends the thread. Does not wait for one that was given up, and at most 5 s for one that is stuck."""
+        """Ends the thread. Does not wait for an abandoned one, and at most 5 s for one that is stuck."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -5,7 +5,7 @@ Runs in: rank 0's worker, which writes; anywhere for reading. Plain python.
     RUN/ledger/step-00000012.json     one file per batch, written as a whole, and never changed
 
 An entry is durable before it has any effect, so that every later attempt, at any world size, skips the same batches. Each entry
-has its own file: two writers, one of an attempt that was given up, cannot overwrite each other's entries.
+has its own file: two writers, one of an abandoned attempt, cannot overwrite each other's entries.
 """
 
 from __future__ import annotations

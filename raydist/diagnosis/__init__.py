@@ -5,15 +5,15 @@ add a rule. A rule's file has
 
     CAUSE: str                                  # what it finds, as the end of a sentence
     LOOKS: str                                  # what it compares, in words: for `raydist doctor --tree`
-    THRESHOLDS: dict[str, tuple[str, str]]      # each limit -> (its value, its source): for docs/reference/thresholds.md
     def check(window: Window) -> Iterator[Finding | Candidate]
 
 and where it needs them
 
+    THRESHOLDS: dict[str, tuple[str, str]]      # each limit -> (its value, its source): for docs/reference/thresholds.md
     COLUMNS: tuple[str, ...]                    # of raydist.run.telemetry_schema: for window.series
     LONG: tuple[str, ...]                       # columns of ranks whose minima of up to 11 days are in window.lows
     SYMPTOM: str                                # causes of the same symptom compete; default: the rule's name
-    ONCE = True                                 # told once in an attempt, and never over
+    ONCE = True                                 # reported once in an attempt, and never over
 
 `check` is called about every 3 seconds. It yields a Finding while what it describes lasts; or, for a symptom that has several
 causes, a Candidate with the share of the lost time that its cause explains: the engine tells the best and lists the others. A rule
@@ -23,7 +23,7 @@ is pure: it uses the window only. A false finding is worse than a late one.
 from __future__ import annotations
 
 from raydist.diagnosis._before import Facts, Former, check_job
-from raydist.diagnosis._engine import Diagnosis, Rule, rules
+from raydist.diagnosis._engine import Diagnosis, DiagnosticRule, rules
 from raydist.diagnosis._history import BINS, History, Lows
 from raydist.diagnosis._replay import Examination, examine
 from raydist.diagnosis._sizes import sizes
@@ -37,12 +37,12 @@ __all__ = [
     "OF_RANKS",
     "Candidate",
     "Diagnosis",
+    "DiagnosticRule",
     "Examination",
     "Facts",
     "Former",
     "History",
     "Lows",
-    "Rule",
     "Window",
     "check_job",
     "examine",

@@ -165,7 +165,7 @@ def _storage(job: JobSpec, facts: Facts) -> Iterator[Finding]:
     if every is None:
         yield _finding(
             "checkpoint_cost", "warning", "checkpoint.every", "there is no checkpoint before the end",
-            "after a failure of all copies in memory the run starts anew", "set checkpoint.every",
+            "after a failure of all copies in memory the run starts from the beginning", "set checkpoint.every",
         )  # fmt: skip
     elif every != "auto" and former is not None and former.step_s and former.save_s is not None:
         gap = every * former.step_s

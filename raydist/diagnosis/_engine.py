@@ -2,7 +2,7 @@
 
 Runs anywhere: plain python and numpy. Pure: its time is that of the rows and events.
 
-    rows, steps, events -> Window -> rules -> findings                                     told once, again when they change,
+    rows, steps, events -> Window -> rules -> findings                                     reported once, again when they change,
                                           -> candidates, by symptom and rank -> the best   and once more when they are over
 """
 
@@ -29,14 +29,14 @@ HOLD_S = 15.0
 SETTLE_S = 3.0
 """After the first step of an attempt its ranks still fill caches: readings of this time are not judged."""
 AGAIN_S = 60.0
-"""Least time between two changes of a finding that are told."""
+"""Least time between two changes of a finding that are reported."""
 EVENTS = 1000
 SEVERITIES = ("info", "warning", "critical")
 _SHARES = tuple(f"{phase}_seconds" for phase in PHASES) + tuple(f"{op}_exposed_seconds" for op in OPS)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class DiagnosticRule:
     """A rule's file: see raydist.diagnosis."""
 
     name: str
@@ -50,18 +50,18 @@ class Rule:
     check: Any
 
 
-def rules() -> list[Rule]:
+def rules() -> list[DiagnosticRule]:
     """All rules, by name."""
     found = []
     for name in registry.names("diagnosis"):
         module = import_module(f"raydist.diagnosis.{name}")
         found.append(
-            Rule(
+            DiagnosticRule(
                 name=name,
                 symptom=getattr(module, "SYMPTOM", name),
                 cause=module.CAUSE,
                 looks=module.LOOKS,
-                thresholds=module.THRESHOLDS,
+                thresholds=getattr(module, "THRESHOLDS", {}),
                 columns=tuple(getattr(module, "COLUMNS", ())),
                 long=tuple(getattr(module, "LONG", ())),
                 once=getattr(module, "ONCE", False),
@@ -72,11 +72,11 @@ def rules() -> list[Rule]:
 
 
 @dataclass(slots=True)
-class _Told:
-    """A finding that was told: its newest form, and when it was told and last found. `next_rule`: another cause, found once."""
+class _Reported:
+    """A reported finding: its newest form, and when it was reported and last found. `next_rule`: another cause, found once."""
 
     finding: Finding
-    told_at: float
+    reported_at: float
     seen_at: float
     once: bool
     next_rule: str = ""
@@ -107,7 +107,7 @@ class Diagnosis:
         self._fresh: list[Event] = []
         self._attempt, self._first_step, self._warm_at = -1, 0, float("inf")
         self._newest = self._checked = -1
-        self._told: dict[Any, _Told] = {}
+        self._reported: dict[Any, _Reported] = {}
         self.problems: dict[str, str] = {}
         """Rules that failed, with the error: they are not called again."""
 
@@ -150,25 +150,25 @@ class Diagnosis:
     @property
     def active(self) -> list[Finding]:
         """The findings that are not over."""
-        return [told.finding for told in self._told.values()]
+        return [reported.finding for reported in self._reported.values()]
 
     # --- private
 
     def _new_attempt(self, number: int) -> Iterator[Finding]:
         self._attempt, self._first_step, self._warm_at = number, 0, float("inf")
         self._stores["rank"] = Store(self._stores["rank"].order)
-        over, self._told = self._told, {}
-        for told in over.values():
-            if not told.once:
-                yield replace(told.finding, state="over")
+        over, self._reported = self._reported, {}
+        for reported in over.values():
+            if not reported.once:
+                yield replace(reported.finding, state="over")
 
     def _set_back(self, now: float) -> None:
         """The clock by which rows are timed was set back: what came before is of a time that is yet to come."""
         self._stores = {kind: Store(store.order) for kind, store in self._stores.items()}
         self._newest = self._checked = -1
         self._warm_at = min(self._warm_at, now)
-        for told in self._told.values():
-            told.told_at, told.seen_at = min(told.told_at, now), min(told.seen_at, now)
+        for reported in self._reported.values():
+            reported.reported_at, reported.seen_at = min(reported.reported_at, now), min(reported.seen_at, now)
 
     def _take(self, row: Row) -> None:
         kind = row["kind"]
@@ -214,13 +214,13 @@ class Diagnosis:
         found += [self._best(those) for those in rivals.values()]
         for finding in found:
             yield from self._tell(finding, now)
-        for key, told in list(self._told.items()):
-            if not told.once and now - told.seen_at >= HOLD_S:
-                del self._told[key]
-                yield replace(told.finding, state="over")
+        for key, reported in list(self._reported.items()):
+            if not reported.once and now - reported.seen_at >= HOLD_S:
+                del self._reported[key]
+                yield replace(reported.finding, state="over")
 
     def _best(self, those: list[Candidate]) -> Finding:
-        """The candidate that explains most, with the others and what speaks against them."""
+        """The candidate that explains most, with the others and the evidence against them."""
         ranked = sorted(those, key=lambda one: -one.explains)
         best, rest = ranked[0], ranked[1:]
         second = rest[0].explains if rest else 0.0
@@ -229,21 +229,21 @@ class Diagnosis:
         return replace(best.finding, others=others, confidence=round(confidence, 2))
 
     def _tell(self, finding: Finding, now: float) -> Iterator[Finding]:
-        told = self._told.get(finding.key)
-        if told is None:
-            self._told[finding.key] = _Told(finding, now, now, self._once[finding.rule])
+        reported = self._reported.get(finding.key)
+        if reported is None:
+            self._reported[finding.key] = _Reported(finding, now, now, self._once[finding.rule])
             yield finding
             return
-        told.seen_at = now
-        if told.once:
+        reported.seen_at = now
+        if reported.once:
             return
-        before = told.finding
+        before = reported.finding
         other = finding.rule != before.rule
-        steady = finding.rule == told.next_rule
-        told.next_rule = finding.rule if other else ""
+        steady = finding.rule == reported.next_rule
+        reported.next_rule = finding.rule if other else ""
         worse = SEVERITIES.index(finding.severity) > SEVERITIES.index(before.severity)
         a, b = before.lost or 0.0, finding.lost or 0.0
         moved = abs(a - b) > 0.1 and max(a, b) > 2 * min(a, b)
-        if (other and steady) or (not other and (worse or moved) and now - told.told_at >= AGAIN_S):
-            told.finding, told.told_at, told.next_rule = replace(finding, state="changed"), now, ""
-            yield told.finding
+        if (other and steady) or (not other and (worse or moved) and now - reported.reported_at >= AGAIN_S):
+            reported.finding, reported.reported_at, reported.next_rule = replace(finding, state="changed"), now, ""
+            yield reported.finding

@@ -17,7 +17,7 @@ SIGMAS, RELATIVE, NORM = 10.0, 0.1, 3.0
 and in a step whose gradient is NORM times as large as theirs. LEAST of them must be known. Judged are the steps since the last
 look, however many they are, and NEWEST before, whose jumps could not be told from a rise yet."""
 OF_FIRST = 0.02
-"""And by at least OF_FIRST of the run's first loss: that of a model that knows its few data by heart jumps in a healthy run, from
+"""And by at least OF_FIRST of the run's first loss: that of a model that has memorized a small dataset jumps in a healthy run, from
 0.006 to 0.017, or from 0.0004 to 0.014."""
 BACK = 0.3
 """It is back when no more than this share of it is left."""

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
-from raydist.diagnosis._engine import SEVERITIES, Diagnosis, Rule
+from raydist.diagnosis._engine import SEVERITIES, Diagnosis, DiagnosticRule
 from raydist.diagnosis._loads import SEGMENTS
 from raydist.diagnosis._losses import BEFORE
 from raydist.diagnosis._window import BIN_S, RECENT
@@ -46,7 +46,7 @@ class Found:
 
 @dataclass(slots=True)
 class Examination:
-    """`found`: the worst first. `looked`: what was looked at, in words; `blind`: what cannot be told, and why."""
+    """`found`: the worst first. `looked`: what was looked at, in words; `blind`: what cannot be checked, and why."""
 
     found: list[Found] = field(default_factory=list)
     looked: list[str] = field(default_factory=list)
@@ -65,10 +65,10 @@ def examine(run: RunDir) -> Examination:
     found: dict[Any, Found] = {}
     past: list[Found] = []
     end = max([rows[-1]["at"] if rows else 0.0, *(event.at for event in events)], default=0.0)
-    for at, own, steps, told in _chunks(rows, segments, loads, events):
-        for finding in diagnosis.observe(own, steps, told):
+    for at, own, steps, happened in _chunks(rows, segments, loads, events):
+        for finding in diagnosis.observe(own, steps, happened):
             _note(found, past, finding, at)
-    # What the run's monitor has told, and a replay cannot see: telemetry that was lost or thinned, findings of own code.
+    # What the run's monitor has reported, and a replay cannot see: telemetry that was lost or thinned, findings of own code.
     for event in events:
         if event.kind == "finding":
             _add_told(found, past, Finding.from_dict(event.data), event.at)
@@ -109,7 +109,7 @@ def _spec(run: RunDir) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _rows(run: RunDir, rules: Sequence[Rule]) -> tuple[list[dict[str, Any]], float | None]:
+def _rows(run: RunDir, rules: Sequence[DiagnosticRule]) -> tuple[list[dict[str, Any]], float | None]:
     """The rows that the rules need, by time, and the time before which rows were left out, if any."""
     asked = {name for rule in rules for name in (*rule.columns, *rule.long)}
     more = ("gpu_xid_count", "gpu_xid", "gpu_ecc_errors")
@@ -189,7 +189,7 @@ def _describe(
     left_out: float | None,
     spec: Mapping[str, Any],
 ) -> None:
-    """What was looked at, and what cannot be told."""
+    """What was looked at, and what cannot be checked."""
     steps = sum(segment.rows.num_rows for segment in segments)
     attempts = sum(event.kind == "attempt_started" for event in events)
     made.looked.append(f"{_some(steps, 'step')} of {_some(attempts, 'attempt')}, and {_some(len(events), 'event')}")
@@ -238,8 +238,8 @@ def _describe(
         made.blind.append(f"{steps} steps are too few to judge the loss; it takes {2 * BEFORE + 1}")
     if (spec.get("observe") or {}).get("histograms"):
         made.blind.append(
-            "layer_gradients and layer_activations are judged while a run trains: histograms are not kept; what was told then is "
-            "listed"
+            "layer_gradients and layer_activations are judged while a run trains: histograms are not kept; what was reported "
+            "then is listed"
         )
     if left_out is not None:
         made.blind.append(

@@ -67,7 +67,7 @@ SYMPTOMS = {
     "slow_data": ("a rank waits for data longer than the others, which wait for it", _SLOW),
     "loss": (
         "the loss jumps, rises, or is not finite",
-        "a step is far above the median of the steps before, or 20 steps stay above the lowest median, or a check says so",
+        "a step is far above the median of the steps before, or 20 steps stay above the lowest median, or a check reports it",
     ),
 }
 """Symptoms with several causes: question, and when the answer is yes."""
@@ -77,7 +77,7 @@ STEADY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A cause of a symptom. `explains`: the share of the lost time that it explains, 0 to 1; `against`: what speaks against it."""
+    """A cause of a symptom. `explains`: the share of the lost time that it explains, 0 to 1; `against`: the evidence against it."""
 
     finding: Finding
     explains: float

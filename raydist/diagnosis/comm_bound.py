@@ -12,6 +12,7 @@ import numpy as np
 from raydist.diagnosis import nvlink_narrow, slow_link, wrong_network
 from raydist.diagnosis._symptoms import all_wait, figure, slow_ranks
 from raydist.diagnosis._window import RECENT, Window
+from raydist.extension_plans import buckets
 from raydist.records import Finding
 from raydist.run.telemetry_schema import OPS
 from raydist.spec.comm import NONE
@@ -62,8 +63,8 @@ def check(window: Window) -> Iterator[Finding]:
     size = float(np.sum(sent) / max(np.sum(count), 1e-9))
     small = size < SMALL
     setting = "train.micro_batch"
-    buckets = window.setting("parallel.strategy", "ddp") == "ddp" and window.setting("parallel.bucket_mb") != "auto"
-    if small and buckets and not window.of_script:
+    bucketed = buckets(window.setting("parallel.strategy", "ddp")) and window.setting("parallel.bucket_mb") != "auto"
+    if small and bucketed and not window.of_script:
         setting = "parallel.bucket_mb"
     elif not small and window.setting("comm.compress", NONE) == NONE and not window.of_script:
         setting = "comm.compress"

@@ -17,7 +17,6 @@ SYMPTOM = "slow_compute"
 CAUSE = "other processes take its processor"
 LOOKS = "run_delay_seconds of the rank without the time at a quota, less its peers', plus the steal of its node"
 COLUMNS = ("run_delay_seconds", "throttled_seconds", "steal_seconds", "cpu_util", "cpu_count")
-THRESHOLDS: dict[str, tuple[str, str]] = {}
 
 
 def check(window: Window) -> Iterator[Candidate]:

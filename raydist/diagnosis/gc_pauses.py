@@ -5,27 +5,24 @@ Runs anywhere: plain python and numpy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
-from raydist.diagnosis._symptoms import Candidate, measured
-from raydist.diagnosis._window import Window
+from raydist.diagnosis._symptoms import measured
 
 SYMPTOM = "slow_compute"
 CAUSE = "Python's garbage collector runs"
 LOOKS = "gc_seconds of the rank, less its peers'"
 COLUMNS = ("gc_seconds",)
-THRESHOLDS: dict[str, tuple[str, str]] = {}
 
-
-def check(window: Window) -> Iterator[Candidate]:
-    """The share of the lost time in the collector."""
-    return measured(
-        window,
-        "gc_pauses",
-        "gc_seconds",
-        "Python's garbage collector took {more:.0%} of the time",
-        ("seconds of collection in a second", "rank: gc.callbacks"),
+check = partial(
+    measured,
+    rule="gc_pauses",
+    column="gc_seconds",
+    cause="Python's garbage collector took {more:.0%} of the time",
+    evidence=("seconds of collection in a second", "rank: gc.callbacks"),
+    remedy=(
         "keep fewer objects in the steps of your model and data: arrays instead of lists; gc.freeze() after they are "
-        "built, or gc.set_threshold(100_000, 50, 50)",
-        "its collector took {more:.1%} of the time more than its peers'",
-    )
+        "built, or gc.set_threshold(100_000, 50, 50)"
+    ),
+    against="its collector took {more:.1%} of the time more than its peers'",
+)

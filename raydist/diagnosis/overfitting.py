@@ -1,4 +1,4 @@
-"""The held-out loss rises while the training loss falls: the model learns the training data by heart.
+"""The held-out loss rises while the training loss falls: the model memorizes the training data.
 
 Runs anywhere: plain python and numpy.
 """

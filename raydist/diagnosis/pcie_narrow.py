@@ -15,7 +15,6 @@ SYMPTOM = "slow_compute"
 CAUSE = "its GPU has fewer PCIe lanes than its peers"
 LOOKS = "gpu_pcie_width of the rank's GPU, against its peers'"
 COLUMNS = ("gpu_pcie_width",)
-THRESHOLDS: dict[str, tuple[str, str]] = {}
 LIKELY = 0.75
 
 

@@ -18,7 +18,7 @@ CAUSE = "its process is held from outside"
 LOOKS = "held_seconds of the rank without the steal of its node, and the readings in which it was in state T (stopped_count)"
 COLUMNS = ("held_seconds", "stopped_count", "steal_seconds", "cpu_count")
 THRESHOLDS = {
-    "held": ("as the symptom", "a process that nobody holds has none of it; sleeps are late by milliseconds"),
+    "held": ("as the symptom", "a process that is not suspended shows no delay; sleeps are late by milliseconds"),
     "least": (
         "1 reading in state T, where held_seconds is not recorded",
         "a rank that is slow otherwise is never in it",

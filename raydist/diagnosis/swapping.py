@@ -5,10 +5,9 @@ Runs anywhere: plain python and numpy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
-from raydist.diagnosis._symptoms import Candidate, measured
-from raydist.diagnosis._window import Window
+from raydist.diagnosis._symptoms import measured
 
 SYMPTOM = "slow_compute"
 CAUSE = "its memory is read back from a disk"
@@ -22,17 +21,16 @@ THRESHOLDS = {
 }
 FAULT_S = 1e-3
 
-
-def check(window: Window) -> Iterator[Candidate]:
-    """The share of the lost time that its page faults take."""
-    return measured(
-        window,
-        "swapping",
-        "major_faults_count",
-        "it waits for a disk: {more:.0f} pages a second are read back into its memory",
-        ("major page faults a second", "node monitor: /proc/PID/stat"),
+check = partial(
+    measured,
+    rule="swapping",
+    column="major_faults_count",
+    cause="it waits for a disk: {more:.0f} pages a second are read back into its memory",
+    evidence=("major page faults a second", "node monitor: /proc/PID/stat"),
+    remedy=(
         "free memory on that host (swapoff -a shows what lacks), lower data.prefetch, or use "
-        "parallel.strategy: zero2 or zero3",
-        "it has {more:.1f} major page faults a second more than its peers",
-        FAULT_S,
-    )
+        "parallel.strategy: zero2 or zero3"
+    ),
+    against="it has {more:.1f} major page faults a second more than its peers",
+    each=FAULT_S,
+)

@@ -1,4 +1,4 @@
-"""A rank computes longer, and nothing that is recorded says why. The last of the causes: it is told if no other explains enough.
+"""A rank computes longer, and no recorded data shows the cause. Reported only if no other cause explains enough.
 
 Runs anywhere: plain python and numpy.
 """
@@ -18,7 +18,7 @@ EXPLAINS = 0.3
 
 
 def check(window: Window) -> Iterator[Candidate]:
-    """EXPLAINS of the lost time: causes with less evidence are not told."""
+    """EXPLAINS of the lost time: causes with less evidence are not reported."""
     for slow in slow_ranks(window, SYMPTOM):
         yield slow.because(
             window,

@@ -102,10 +102,18 @@ class SlowNetwork(AtPhase):
 
 
 class OneWayCut(AtPhase):
-    """The rank's TCP connections send, but receive nothing: a network that is cut in one direction."""
+    """The rank's TCP connections send, but receive nothing, or only a share: a network that is cut in one direction, or loses and
+    reorders packets.
+    """
 
     fault: Literal["one_way_cut"] = "one_way_cut"
     seconds: float = Field(30, gt=0, description="Duration; of the connections that the rank has when it begins.")
+    share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Of the packets, at random, that are lost; below 1 those after them arrive first: out of order.",
+    )
 
 
 class StorageFault(Fault):

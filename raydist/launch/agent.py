@@ -239,11 +239,8 @@ class _Attempt:
             "answers": collectives is not None,
             "collectives": (collectives or [])[-newest:],
         }
-        storage = RunDir(self._job["run"]).storage
-        name = f"{LOGS}/attempt-{self._job['attempt']:04d}/rank-{self._rank:05d}"
         with contextlib.suppress(StorageError):  # storage may be the cause of the hang
-            storage.write(f"{name}.stacks.txt", stacks.encode())
-            storage.write(f"{name}.collectives.json", json.dumps(collectives).encode())
+            store_look(self._job["run"], self._job["attempt"], self._rank, stacks, collectives)
         agent.tell("seen", self._rank, self._number, sight)
 
     def _serve(self, connection: Connection) -> None:
@@ -279,3 +276,11 @@ class _Attempt:
                     connection.send_bytes(json.dumps(answer).encode())
                 except OSError:
                     return
+
+
+def store_look(run: str, attempt: int, rank: int, stacks: str, collectives: list[list[Any]] | None) -> None:
+    """Writes the stacks and collectives of a rank to the run's logs. Raises StorageError."""
+    storage = RunDir(run).expect().storage
+    name = f"{LOGS}/attempt-{attempt:04d}/rank-{rank:05d}"
+    storage.write(f"{name}.stacks.txt", stacks.encode())
+    storage.write(f"{name}.collectives.json", json.dumps(collectives).encode())

@@ -5,7 +5,7 @@ Runs in: each rank's agent. Imports neither ray nor torch.
     rank --stdout and stderr, a pipe--> agent --+--> the agent's own stdout, which Ray stores on the node
                                                 +--> RUN/logs/attempt-0002/rank-00003.log
 
-A rank never waits for storage: if storage is too slow, the oldest output is dropped, and a line in the log says so.
+A rank never waits for storage: if storage is too slow, the oldest output is dropped, and a line in the log reports it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Output:
         return text
 
     def _put(self, text: bytes) -> None:
-        storage = self._storage = self._storage or RunDir(self._run).storage
+        storage = self._storage = self._storage or RunDir(self._run).expect().storage
         path = name(self._attempt, self._rank, self._part)
         if storage.local is None:
             storage.write(path, self._sent + text)

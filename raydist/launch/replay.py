@@ -115,7 +115,7 @@ def _refuse_own_code(spec: JobSpec) -> None:
         elif isinstance(value, str) and registry.is_own(value):
             raise UsageError(
                 f"{field}: {value} is code that the run's files name, and nothing runs it unasked",
-                "if you trust whoever made the run, repeat the command with --trust, in the folder that holds that code",
+                "if you trust the author of the run, repeat the command with --trust, in the folder that holds that code",
             )
 
     walk(spec.model_dump(mode="json"), "")

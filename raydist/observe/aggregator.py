@@ -20,7 +20,7 @@ from raydist.diagnosis import Diagnosis
 from raydist.errors import StorageError
 from raydist.observe.node_clocks import NodeClocks
 from raydist.records import Event
-from raydist.run.directory import RunDir
+from raydist.run.directory import NOTE_S, RunDir
 from raydist.run.telemetry_log import TelemetryLog
 
 NODES = 64
@@ -35,15 +35,20 @@ Row = Mapping[str, Any]
 
 
 class Aggregator:
-    """Runs from construction to `close`. `number`: of its segments, from 1. `monitor`: RunMonitor's handle, or its pickle."""
+    """Runs from construction to `close`. `number`: of its segments, from 1. `monitor`: RunMonitor's handle, or its pickle.
 
-    def __init__(self, run_uri: str, number: int, monitor: Any, interval_s: float = INTERVAL_S) -> None:
+    The constructor waits for the run's folder up to `wait_s`, as that of a restarted RunMonitor does.
+    """
+
+    def __init__(
+        self, run_uri: str, number: int, monitor: Any, interval_s: float = INTERVAL_S, wait_s: float = NOTE_S
+    ) -> None:
         if isinstance(monitor, bytes):
             from ray import cloudpickle
 
             monitor = cloudpickle.loads(monitor)
         self._monitor, self._interval_s = monitor, interval_s
-        self._samples, self._clocks = TelemetryLog(RunDir(run_uri), number), NodeClocks()
+        self._samples, self._clocks = TelemetryLog(RunDir(run_uri).expect(wait_s), number), NodeClocks()
         self._diagnosis = Diagnosis()
         self._lock = threading.Lock()
         self._rows: list[Row] = []

@@ -30,7 +30,7 @@ from raydist.observe.write_ahead_log import WriteAheadLog
 from raydist.records import EXPORTED_ONLY, Event, Status
 from raydist.redact import redact, remember
 from raydist.run import requests
-from raydist.run.directory import RunDir
+from raydist.run.directory import NOTE_S, RunDir
 from raydist.run.driver_process import this_process
 from raydist.run.log import SINGLE
 from raydist.run.log_writer import RunLog
@@ -52,7 +52,8 @@ class RunMonitor:
 
     `run_uri`: the run's folder. `driver`: the result of `this_process()` in the driver. `exporters`: the result of
     `raydist.observe.exporters.resolve`. `spec`: the resolved job as plain data, for the exporters.
-    The constructor writes the first state.json; if storage cannot be written, it raises StorageError at once.
+    The constructor writes the first state.json; if storage cannot be written, it raises StorageError at once. A monitor that
+    replaces a killed one waits up to NOTE_S for the run's folder, which may be unmounted: it must not begin new records there.
     """
 
     def __init__(
@@ -63,8 +64,15 @@ class RunMonitor:
         exporters: Sequence[Mapping[str, Any]] = DEFAULT_EXPORTERS,
         spec: Mapping[str, Any] | None = None,
     ) -> None:
-        self._run = RunDir(run_uri)
         self._driver = dict(driver or this_process())
+        self._journal: WriteAheadLog | None = None
+        entries, no_journal = [], ""
+        try:
+            self._journal = WriteAheadLog(run_uri, self._driver)
+            entries = self._journal.left()
+        except OSError as error:
+            no_journal = str(error)
+        self._run = RunDir(run_uri).expect(NOTE_S if self._journal is not None and self._journal.continued else 0.0)
         self._interval_s = interval_s
         self._lock = threading.Lock()
         """Guards the view and the fields below; never held during storage I/O."""
@@ -84,13 +92,6 @@ class RunMonitor:
             self._view.begin_attempt(*(self._before[name] for name in ("attempt", "world_size", "step")))
             self._view.workers = self._before["workers"]
         self._log = RunLog(self._run)
-        self._journal: WriteAheadLog | None = None
-        entries, no_journal = [], ""
-        try:
-            self._journal = WriteAheadLog(run_uri, self._driver)
-            entries = self._journal.left()
-        except OSError as error:
-            no_journal = str(error)
         self._samples, self._clocks = TelemetryLog(self._run), NodeClocks()
         self._diagnosis = Diagnosis(spec=spec)
         self._undiagnosed: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)

@@ -42,6 +42,8 @@ class WriteAheadLog:
         self._head = _line({"driver": dict(driver)})
         key = run_uri.encode() + b"\n" + self._head
         self._path = root / f"{prefix}{xxhash.xxh3_128_hexdigest(key)}.jsonl"
+        self.continued = self._path.exists()
+        """Whether another monitor of this driver has begun it: that one was killed."""
         self._lock = threading.Lock()
         self._gone = 0
         """Bytes deleted from its start so far; marks include them."""
@@ -87,7 +89,7 @@ class WriteAheadLog:
             self._gone += end - len(self._head)
 
     def close(self) -> None:
-        """Everything is durable, or given up: later entries are ignored."""
+        """Everything is durable or abandoned: later entries are ignored."""
         with self._lock:
             self._drop()
 

@@ -10,11 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from raydist.errors import RaydistError, UserError
+from raydist.extension_plans import strategies, strategy_plan
 from raydist.spec import JobSpec, parse
 from raydist.spec.script import SESSION
 from raydist.worker.parallel import ParamShard
-
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 _BY_MATRIX = ("Adafactor", "LBFGS", "Muon")
 """Optimizers of torch whose update of an element depends on others: rows of a parameter cannot be updated alone."""
@@ -24,8 +23,10 @@ def job_of(
     name: str, steps: int, batch: int, every: int, clip: float, seed: int, timeout_s: float, strategy: str
 ) -> JobSpec:
     """The session's arguments as a job, for what is stored and compared. Its model and data are the script's."""
-    if strategy not in STRATEGIES:
-        raise UserError(f"strategy: {strategy!r} is not known to a session", f"give one of {', '.join(STRATEGIES)}")
+    plan = strategy_plan(strategy)
+    if plan is None or not plan.without_example:
+        known = [s for s in strategies() if getattr(strategy_plan(s), "without_example", False)]
+        raise UserError(f"strategy: {strategy!r} cannot be used in a session", f"give one of {', '.join(known)}")
     tree = {
         "name": name,
         "model": {"name": SESSION},
@@ -70,11 +71,17 @@ def trained_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return wanted
 
 
+def splits_state(strategy: str) -> bool:
+    """Whether a rank has only a part of the state under that strategy."""
+    plan = strategy_plan(strategy)
+    return plan is not None and bool(plan.sharded)
+
+
 def check_splits(
     strategy: str, model: nn.Module, trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
     """Raises UserError where the strategy cannot split the state of the model's parameters over ranks. `model`: as it is called."""
-    if strategy == "ddp":
+    if not splits_state(strategy):
         return
     if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules()):
         raise UserError(

@@ -27,7 +27,6 @@ class Samples(Protocol):
     @property
     def source(self) -> Any:
         """`source[number]`: a sample; of a stream one of the newest global batch."""
-        ...
 
     fingerprint: str
     steps_per_epoch: int
@@ -35,11 +34,9 @@ class Samples(Protocol):
     @property
     def state(self) -> ValueState | None:
         """What checkpoints keep of it. `next` keeps the state of before the batch, until `ValueState.drop`."""
-        ...
 
     def next(self, at: Cursor) -> tuple[IntArray, Cursor]:
         """The numbers of the samples of the global batch at `at`, and the cursor after it."""
-        ...
 
 
 def samples_of(dataset: Any, batch: int, seed: int) -> Samples:

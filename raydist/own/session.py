@@ -71,7 +71,8 @@ def session(
     or with `__iter__`, `state_dict` and `load_state_dict`. It is the same on every rank; each sample is in one batch of an epoch,
     whatever the number of ranks. `batch`: samples of an update over all ranks (default: the loader's batch size);
     `micro_batch`: at most so many at once on a rank (default: all of its part). `name`, `storage`: of the run's folder; `every`:
-    steps between checkpoints; `clip`: largest norm of the gradient (0: no limit). `strategy`: ddp, zero1, zero2 or zero3.
+    steps between checkpoints; `clip`: largest norm of the gradient (0: no limit). `strategy`: ddp, zero1, zero2, zero3, or your
+    own, with `without_example` in its PLAN.
     `scheduler`: of `optimizer`; the session calls its `step` after each update. `timeout_s`: limit of each collective. Raises
     UserError for arguments that cannot be trained with.
     """

@@ -19,15 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from raydist import registry
 from raydist.errors import GraphMismatch, TrainingStopped, UsageError, UserError
-from raydist.own.arguments import give_shards
+from raydist.own.arguments import give_shards, splits_state
 from raydist.spec import JobSpec
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.lora import frozen_shards
 from raydist.worker.mesh import Mesh
-from raydist.worker.parallel import WithoutExample
+from raydist.worker.parallel import WithoutExample, build
 from raydist.worker.parallel._grad_norm import GradNorm
 from raydist.worker.parallel._model_graph import check_loss, plain_name, some, whole_parameters
 from raydist.worker.parameter_table import gather_parameters
@@ -65,14 +64,14 @@ class Training:
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._around = around
-        strategy = spec.parallel.strategy
+        splits = splits_state(spec.parallel.strategy)
         self._model, self._optimizer, self._rank, self._clip = model, optimizer, rank, spec.optim.clip
         self.mesh = Mesh(rank)
-        self._ddp, self._splits = strategy == "ddp", strategy != "ddp" and rank.world_size > 1
+        self._whole, self._splits = not splits, splits and rank.world_size > 1
         if self._splits:
             for p in trained.values():
                 p.data = p.data.contiguous()  # rows of it are sent
-        self._strategy = cast(WithoutExample, registry.load("parallel", strategy)(spec, self.mesh))
+        self._strategy = cast(WithoutExample, build(spec, self.mesh))
         self._strategy.wrap(model, None)
         self.shards = self._strategy.shards()
         give_shards(optimizer, trained, self.shards)
@@ -81,7 +80,7 @@ class Training:
         self.parameters = gather_parameters(self.shards, rank, likes)
         self._norm = GradNorm(self.parameters, rank, dist.group.WORLD if rank.world_size > 1 else None)
         self._summed: tuple[Tensor, list[int]] | None = None
-        """Of a step under ddp, when its last backward pass is done: the gradient's norm, and how often each part was changed."""
+        """If each rank has all gradients, after the last backward pass: the gradient's norm, how often each part was changed."""
         self.changed = False
         """Whether the script has changed the gradients of a step after their last backward pass."""
         kept = model.state_dict().keys()
@@ -122,7 +121,7 @@ class Training:
         self._losses.append((loss.detach(), weight))  # not read here: the host would wait for the device
         with self._strategy.accumulate(last), self._around():
             (loss * (weight * self._strategy.loss_factor)).backward()  # type: ignore[no-untyped-call]
-        if last and self._ddp:  # gradients are summed now, and the script may clip them before step()
+        if last and self._whole:  # gradients are summed now, and the script may clip them before step()
             self._summed = self._norm(), self._versions()
 
     def reduce(self) -> Sums | Bad:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raydist.extension_plans import optimizer_plan
 from raydist.planner.estimate import Measure, estimates, refusal
 from raydist.planner.facts import ROOT, Estimate, Machine, Model
-from raydist.planner.shares import batches, plan_of, planned, replicas, shard_of
+from raydist.planner.shares import plan_of, planned, replicas, shard_of
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
@@ -126,7 +126,7 @@ class _Adviser:
         train, offload = self._spec.train, self._spec.offload
         checkpoints = ["none", "selective", "full"]
         checkpoints = checkpoints[checkpoints.index(train.checkpoint_activations) :] if self._has_blocks() else ["none"]
-        smaller = self._micro_batches(below=batches(self._spec, self._machine.ranks)[0])
+        smaller = self._micro_batches(below=self._spec.batches(self._machine.ranks)[0])
         for micro in ({}, *({self._pass_field: size} for size in reversed(smaller))):
             for checkpoint in checkpoints:
                 for optimizer in ("none", "cpu") if self._can_offload() else (offload.optimizer,):
@@ -206,7 +206,7 @@ class _Adviser:
         if pick is None:
             yield from self._nothing_fits()
             return
-        if pick.micro_batch > batches(self._spec.with_fields(pick.changes), self._machine.ranks)[0]:
+        if pick.micro_batch > self._spec.with_fields(pick.changes).batches(self._machine.ranks)[0]:
             share = self._spec.train.global_batch // self._replicas
             yield (
                 f"train.micro_batch: {pick.micro_batch} is the largest that fits and divides a {self._one}'s {share} sequences."
@@ -221,7 +221,7 @@ class _Adviser:
     def _micro_batch(self, strategy: str, spec: JobSpec) -> int:
         """The largest micro-batch that fits, by bisection: memory grows with it."""
         if spec.data.batching is not None:
-            return batches(spec, self._machine.ranks)[0]
+            return spec.batches(self._machine.ranks)[0]
         sizes = self._micro_batches()
         low, high = 0, len(sizes)
         while low < high:
@@ -231,7 +231,7 @@ class _Adviser:
                 low = middle + 1
             else:
                 high = middle
-        return sizes[low - 1] if low else batches(spec, self._machine.ranks)[0]
+        return sizes[low - 1] if low else spec.batches(self._machine.ranks)[0]
 
     def _nothing_fits(self) -> Iterator[str]:
         lightest = self._lightest()

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING
 
 from raydist.extension_plans import StrategyPlan, optimizer_plan
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak
+from raydist.planner.links import experts_share, group_share, replicas_network, stages_share
 from raydist.planner.pipeline import StageBytes, heaviest_moment
-from raydist.planner.shares import BYTES, FP32, batches, plan_of, replicas, shard_of, units
-from raydist.planner.traffic import ddp_bucket, outer_sent, sent_bytes, tensor_traffic, traffic
+from raydist.planner.shares import BYTES, FP32, plan_of, replicas, shard_of, units
+from raydist.planner.traffic import ddp_bucket, outer_sent, tensor_traffic, traffic
+from raydist.spec.comm import sent_bytes
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec, OptimSpec
@@ -62,7 +64,7 @@ def measured_pass(strategy: str, spec: JobSpec, machine: Machine) -> Pass:
     """The pass to measure for a strategy."""
     sharded = plan_of(strategy).sharded if replicas(spec, machine) > 1 else ()
     cast = "parameters" in sharded and spec.precision.params != "fp32"
-    return Pass(batches(spec, machine.ranks)[0], spec.train.checkpoint_activations, cast, hold="gradients" in sharded)
+    return Pass(spec.batches(machine.ranks)[0], spec.train.checkpoint_activations, cast, hold="gradients" in sharded)
 
 
 def estimate(strategy: str, spec: JobSpec, machine: Machine, model: Model, activations: Activations) -> Estimate:
@@ -79,7 +81,7 @@ def estimates(strategy: str, spec: JobSpec, machine: Machine, model: Model, meas
     passes = measured(strategy, spec, machine, model, measure)
     if not model.stages:
         return (estimate(strategy, spec, machine, model, passes[0]),)
-    ranks, count = spec.parallel.pipeline, batches(spec, machine.ranks)[1]
+    ranks, count = spec.parallel.pipeline, spec.batches(machine.ranks)[1]
     found = []
     for rank in range(ranks):
         own = range(rank, len(model.stages), ranks)
@@ -92,8 +94,13 @@ def estimates(strategy: str, spec: JobSpec, machine: Machine, model: Model, meas
             held.append(StageBytes(passes[n], moments, entered, buffers, stays))
         moment = heaviest_moment(rank, ranks, count, held)
         made = _estimate(strategy, spec, machine, [(model.stages[n].model, passes[n]) for n in own], moment)
-        sent = count * sum(passes[n].passed_on + (passes[n - 1].passed_on if n else 0) for n in own)
-        found.append(replace(made, pipeline_sent=sent + _tied(strategy, spec, machine, model, own)))
+        tied = _tied(strategy, spec, machine, model, own)
+        ways = [(passes[n].passed_on, n + 1) for n in own] + [(passes[n - 1].passed_on, n - 1) for n in own if n]
+        shares = [stages_share(spec, machine, rank, to % ranks) for _, to in ways]
+        network = count * sum(size * share for (size, _), share in zip(ways, shares, strict=True))
+        network += tied * stages_share(spec, machine, 0, ranks - 1)
+        sent = count * sum(size for size, _ in ways) + tied
+        found.append(replace(made, pipeline_sent=sent, network=made.network + round(network)))
     return (*found,)
 
 
@@ -132,6 +139,10 @@ def _estimate(
         elif spec.offload.optimizer != "none":
             # The host computes the update, so weights and gradients are there, too: all of them, or a few chunks.
             host, optimizer = optimizer + min(2 * updated, optimizer), 0
+    exchanged = spec.batches(machine.ranks)[1] * sum(passes.exchanged for _, passes in stages)
+    tensor_sent = sum(tensor_traffic(strategy, spec, machine, model, passes) for model, passes in stages)
+    network = sum(replicas_network(strategy, spec, machine, model) for model, _ in stages)
+    network += tensor_sent * group_share(spec, machine) + exchanged * experts_share(spec, machine)
     return Estimate(
         strategy=strategy,
         shard=shard,
@@ -147,9 +158,10 @@ def _estimate(
         host=host,
         disk=disk,
         copy=sum(_copy("parameters" in sharded, spec, machine, model, shard) for model, _ in stages),
-        exchanged=batches(spec, machine.ranks)[1] * sum(passes.exchanged for _, passes in stages),
+        exchanged=exchanged,
         sent=sum(sum(astuple(traffic(strategy, spec, machine, model))) for model, _ in stages),
-        tensor_sent=sum(tensor_traffic(strategy, spec, machine, model, passes) for model, passes in stages),
+        tensor_sent=tensor_sent,
+        network=round(network),
     )
 
 
@@ -203,7 +215,7 @@ def _replicated_part(plan: StrategyPlan, spec: JobSpec, machine: Machine, model:
     if not plan.sharded:
         trained = model.size(trained=True)
         # Buckets are the gradients themselves. But micro-batches without a sum accumulate in extra memory, until the last one.
-        beside = FP32 * trained if batches(spec, machine.ranks)[1] > 1 else 0
+        beside = FP32 * trained if spec.batches(machine.ranks)[1] > 1 else 0
         if reduce == FP32:
             return beside
         bucket = ddp_bucket(spec) / FP32
@@ -273,7 +285,7 @@ def _fully_sharded_part(
 
     # FSDP2 frees what it has gathered last when it gathers the next in forward, or the pass ends; and what it has scattered last
     # when it scatters the next, or the step ends.
-    scattered = reduce * shard * (sums_root or sums_block) if batches(spec, machine.ranks)[1] > 1 else 0
+    scattered = reduce * shard * (sums_root or sums_block) if spec.batches(machine.ranks)[1] > 1 else 0
     reduced = max(reducing(sums_block), scattered)
     held = {
         "forward": (root + at_work, min(1 + ahead, len(blocks)) * block + scattered),

@@ -211,6 +211,7 @@ class Estimate:
     tensor_sent  the same, to its tensor and context groups
     pipeline_sent  the same, to other stages
     exchanged    the same, to the ranks of experts, if all experts get as many tokens
+    network      of what is sent in one step, the bytes that go to other nodes, on average over all such ranks
     """
 
     strategy: str
@@ -231,6 +232,12 @@ class Estimate:
     tensor_sent: int
     pipeline_sent: int = 0
     exchanged: int = 0
+    network: int = 0
+
+    @property
+    def within_node(self) -> int:
+        """Of what is sent in one step, the bytes that stay on the node."""
+        return self.sent + self.tensor_sent + self.pipeline_sent + self.exchanged - self.network
 
     @property
     def state(self) -> int:

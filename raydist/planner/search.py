@@ -1,4 +1,5 @@
-"""Compares the meshes of a job on given GPUs: tensor x pipeline x chunks x strategy x micro-batch, by forecast speed.
+"""Compares the meshes of a job on given GPUs: tensor x context x pipeline x chunks x expert x strategy x micro-batch, by forecast
+speed.
 
 Runs in: the user's shell (`raydist plan --search`). Plain python: no torch, no ray. `planner` measures passes of a mesh.
 
@@ -27,6 +28,8 @@ from raydist.planner.speed import Device, Speed, speed
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
+AXES = ("tensor", "context", "pipeline", "chunks", "expert")
+"""Fields of `parallel` that are a mesh."""
 _MOST = 32
 """The largest micro-batch that is tried."""
 _CHUNKS = (1, 2, 4)
@@ -39,11 +42,9 @@ class Measured(Protocol):
 
     def model(self) -> Model:
         """As one rank of a tensor group has it."""
-        ...
 
     def measure(self, how: Pass) -> Activations:
         """One micro-batch of a stage."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,7 @@ class _Tried:
 
     @property
     def mesh(self) -> tuple[int, ...]:
-        parallel = self.spec.parallel
-        return parallel.tensor, parallel.pipeline, parallel.chunks, parallel.expert
+        return tuple(getattr(self.spec.parallel, axis) for axis in AXES)
 
 
 def search(
@@ -119,7 +119,7 @@ def search(
     order = {strategy: i for i, strategy in enumerate(planned(spec))}
     tried.sort(key=lambda t: (
         -round(math.log(t.speed.tokens_per_second) / _SAME), t.spec.parallel.replica * t.spec.parallel.chunks,
-        order.get(t.strategy, 0), -t.spec.largest_pass[0],
+        t.spec.parallel.expert, order.get(t.strategy, 0), -t.spec.largest_pass[0],
     ))  # fmt: skip
     return _fitting(spec, machine, tried, refused, best)
 
@@ -140,7 +140,7 @@ def _fitting(spec: JobSpec, machine: Machine, tried: list[_Tried], refused: Coun
             too_large["parameters, gradients and optimizer" if state else "activations, loss and buffers"] += 1
             beaten.setdefault(one.mesh, {})[one.strategy] = None
             continue
-        fields = [f"parallel.{f}" for f in ("tensor", "pipeline", "chunks", "expert", "strategy")]
+        fields = [f"parallel.{f}" for f in (*AXES, "strategy")]
         batching = [f"data.batching.{f}" for f in ("max_tokens", "min", "longest")]
         fields += ["train.micro_batch"] if spec.data.batching is None else batching
         changes = {name: new for name in fields if (new := value(one.spec, name)) != value(spec, name)}
@@ -165,19 +165,22 @@ def _because(one: _Tried, beaten: list[str]) -> str:
 
 
 def _meshes(spec: JobSpec, machine: Machine, blocks: int, refused: Counter[str]) -> Iterator[JobSpec]:
-    """The job with each mesh that its fields allow. A tensor group stays on a node."""
+    """The job with each mesh that its fields allow. The ranks that share layers or sequences stay on a node."""
     count = registry.described("model", spec.model.name, "experts")
     experts = count(spec.model) if count is not None else 1
-    for tensor in divisors(math.gcd(machine.ranks, machine.per_node)):
-        for pipeline in divisors(machine.ranks // tensor):
+    shares = registry.described("model", spec.model.name, "check_context") is not None
+    on_node = math.gcd(machine.ranks, machine.per_node)
+    groups = [(t, c) for t in divisors(on_node) for c in (divisors(on_node // t) if shares else [1])]
+    for tensor, context in groups:
+        for pipeline in divisors(machine.ranks // (tensor * context)):
             for chunks in _CHUNKS if pipeline > 1 else (1,):
                 if pipeline * chunks > blocks:
                     refused["more stages than blocks"] += 1
                     continue
                 for expert in divisors(math.gcd(experts, machine.ranks // pipeline)):
-                    fields = {"tensor": tensor, "pipeline": pipeline, "chunks": chunks, "pipeline_cut": None}
+                    mesh = dict(zip(AXES, (tensor, context, pipeline, chunks, expert), strict=True))
                     data = spec.model_dump()
-                    data["parallel"].update({**fields, "expert": expert})
+                    data["parallel"].update({**mesh, "pipeline_cut": None})
                     try:
                         yield type(spec).model_validate(data)
                     except ValidationError as error:

@@ -17,21 +17,6 @@ FP32 = 4
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def batches(spec: JobSpec, ranks: int) -> tuple[int, int]:
-    """(sequences per micro-batch, micro-batches per step) on the replica with the most, as data/batches.py distributes them.
-
-    `ranks`: of the whole run. With data.batching of the largest micro-batch, as if all were: documents are not known here.
-    """
-    batching, replicas = spec.data.batching, ranks // spec.parallel.replica
-    if batching is not None:
-        rows, length = spec.largest_pass
-        step = -(-batching.global_tokens // length) if batching.global_tokens is not None else spec.train.global_batch
-        return rows, -(-step // (replicas * rows))
-    most = -(-spec.train.global_batch // replicas)
-    count = -(-most // spec.train.micro_batch)
-    return -(-most // count), count
-
-
 def replicas(spec: JobSpec, machine: Machine) -> int:
     """Copies of the weights, over which strategies split the state: replicas of the model, and in them the ranks that share
     sequences."""

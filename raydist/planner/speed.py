@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raydist.planner.facts import Activations, Machine, Model, Traffic
-from raydist.planner.shares import batches, plan_of, replicas, shard_of
+from raydist.planner.shares import plan_of, replicas, shard_of
 from raydist.planner.traffic import last_share, tensor_traffic, traffic
 from raydist.worker.metrics.flops import GPUS, known_device
 from raydist.worker.pipeline_schedule import timeline
@@ -154,7 +154,7 @@ def speed(
     """The speed under a strategy that has no `refusal`. `flops_per_token`: the model's own count. `passes`: as measured, of each
     stage; they may be left out where nothing is sent within a replica."""
     parallel = spec.parallel
-    micro, count = batches(spec, machine.ranks)
+    micro, count = spec.batches(machine.ranks)
     tensor, ranks = parallel.tensor, parallel.pipeline
     stages = [stage.model for stage in model.stages] or [model]
     again = spec.train.checkpoint_activations == "full"
@@ -222,7 +222,7 @@ def _exposed(
     shard, sharded, count = (
         shard_of(strategy, spec, machine),
         plan_of(strategy).sharded,
-        batches(spec, machine.ranks)[1],
+        spec.batches(machine.ranks)[1],
     )
     # Rings over replicas: those of the ranks of a tensor group run at the same time, and share the network of a node.
     of_replicas = replace(

@@ -5,11 +5,13 @@ Runs anywhere. Plain python: no torch, no ray. Strategies may count their own, i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from raydist.extension_plans import StrategyPlan, buckets, compressor_plan
 from raydist.planner.facts import ROOT, Activations, Machine, Model, Traffic
-from raydist.planner.shares import BYTES, FP32, batches, plan_of, replicas, shard_of, units
+from raydist.planner.shares import BYTES, FP32, plan_of, replicas, shard_of, units
+from raydist.spec.comm import sent_bytes
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
@@ -21,22 +23,31 @@ _FIRST_BUCKET = 2**20  # dist._DEFAULT_FIRST_BUCKET_BYTES
 def traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> Traffic:
     """Bytes that one rank sends to other replicas in one step, by ring algorithms, without the few bytes of the norm and the
     loss. With comm.every on average: what an outer step sends, divided by the steps."""
+    made = Traffic(0, 0, 0)
+    for one, _, _ in traffic_of_parts(strategy, spec, machine, model):
+        made = Traffic(made.gathers + one.gathers, made.sums + one.sums, made.across + one.across)
+    return made
+
+
+def traffic_of_parts(
+    strategy: str, spec: JobSpec, machine: Machine, model: Model
+) -> Iterator[tuple[Traffic, int, int]]:
+    """The same of experts on several ranks and of all other parameters, each with the ranks that hold them, and the number of these
+    that hold one copy of the sharded state."""
     ranks, shard = replicas(spec, machine), shard_of(strategy, spec, machine)
     plan = plan_of(strategy)
     if plan.traffic is not None and ranks > 1:
-        return Traffic(*plan.traffic(spec, machine, model))
-    made = Traffic(0, 0, 0)
+        yield Traffic(*plan.traffic(spec, machine, model)), ranks, shard
+        return
     for (part, over), (_, over_shard) in zip(model.by_replicas(ranks), model.by_replicas(shard), strict=True):
-        one = _traffic(plan, spec, machine, part, over, over_shard)
-        made = Traffic(made.gathers + one.gathers, made.sums + one.sums, made.across + one.across)
-    return made
+        yield _traffic(plan, spec, machine, part, over, over_shard), over, over_shard
 
 
 def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, ranks: int, shard: int) -> Traffic:
     """Of parameters that so many ranks hold, `shard` of them one copy of the sharded state."""
     if ranks == 1:
         return Traffic(0, 0, 0)
-    count = batches(spec, machine.ranks)[1]
+    count = spec.batches(machine.ranks)[1]
     compute, reduce = BYTES[spec.precision.params], sent_bytes(spec)
     every = spec.comm.every
     if every is not None:
@@ -86,16 +97,8 @@ def tensor_traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model,
     ranks = spec.parallel.tensor
     shard = shard_of(strategy, spec, machine)
     whole = sum(p.part(shard) for p in model.params if p.trained and p.whole is None) if ranks > 1 else 0
-    passes = batches(spec, machine.ranks)[1] * activations.tensor_sent
+    passes = spec.batches(machine.ranks)[1] * activations.tensor_sent
     return passes + round(2 * (ranks - 1) / ranks * whole * FP32)
-
-
-def sent_bytes(spec: JobSpec) -> float:
-    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32, as does auto."""
-    if not spec.comm.compresses:
-        return BYTES[spec.precision.reduce]
-    plan = compressor_plan(spec.comm.compress)
-    return plan.bits / 8 if plan is not None else FP32
 
 
 def outer_bytes(spec: JobSpec) -> float:

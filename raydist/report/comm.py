@@ -5,6 +5,7 @@ Runs in: the user's shell. Must not import torch or ray.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +13,8 @@ from rich.console import Console
 _FORM = "{:>14}{:>12}{:>13}{:>6}{:>6}{:>12}{:>12}{:>12}{:>10}{:>10}{:>8}"
 _HEAD = ("", "size", "count", "type", "iters", "min", "time", "p99", "algbw", "busbw", "#wrong")
 _UNITS = ("", "(B)", "(elements)", "", "", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)", "")
+_FAR = 3.0
+"""A measured time over the expected one that is worth another measurement."""
 _SHOWN = 16
 """Maximum number of nodes for which the matrix is printed; with more nodes only the extremes are printed."""
 
@@ -39,6 +42,8 @@ def show(result: dict[str, Any], out: Console | None = None) -> None:
     )
     if result["gradients"] is not None:
         _gradients(result["gradients"], say)
+    if result["nccl"]:
+        _nccl(result["nccl"], nodes, say)
     if result["bucket"] is not None:
         say(f"parallel.bucket_mb: auto would choose {result['bucket']['because']}")
 
@@ -79,6 +84,24 @@ def _gradients(result: dict[str, Any], say: Any) -> None:
         "" if result["measured_bytes"] >= result["bytes"] else f", for {result['measured_bytes'] / 2**20:.0f} MiB of it"
     )
     say(f"  {'measured':<20} {result['measured']:9.4f} s{part}")
+
+
+def _nccl(rows: list[dict[str, Any]], nodes: int, say: Any) -> None:
+    """Ranges of sizes with one expected way; and what to compare if a size takes far longer."""
+    say(
+        "NCCL_ALGO and NCCL_PROTO: leave them unset. By NCCL's latencies and the bandwidth above the fastest should be",
+        "bold",
+    )
+    for way, group in itertools.groupby(rows, key=lambda row: (row["algorithm"], row["protocol"])):
+        sizes = [row["size"] for row in group]
+        say(
+            f"  {', '.join(way):<14} for {sizes[0]:,} to {sizes[-1]:,} bytes on {nodes} node{'s' if nodes != 1 else ''}"
+        )
+    worst = max(rows, key=lambda row: row["measured"] / row["seconds"])
+    times = worst["measured"] / worst["seconds"]
+    if times > _FAR:
+        forced = f"NCCL_ALGO={worst['algorithm']} raydist bench comm --op all_reduce"
+        say(f"  {worst['size']:,} bytes took {times:.1f} times as long as expected: compare with {forced}")
 
 
 def _us(seconds: float) -> str:

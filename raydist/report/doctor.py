@@ -44,11 +44,11 @@ def slow_ranks(events: Sequence[Event]) -> list[dict[str, Any]]:
             if finding.state == "over":
                 lasts.pop(finding.key, {})["until"] = event.at
                 continue
-            told = {name: getattr(finding, name) for name in ("rank", "rule", "what", "lost")}
+            values = {name: getattr(finding, name) for name in ("rank", "rule", "what", "lost")}
             if finding.key in lasts:
-                lasts[finding.key].update(told)
+                lasts[finding.key].update(values)
             else:
-                lasts[finding.key] = {**told, "at": event.at, "until": None}
+                lasts[finding.key] = {**values, "at": event.at, "until": None}
                 found.append(lasts[finding.key])
     return found
 

@@ -26,12 +26,14 @@ _COLUMNS = {
     "sent in group": ("tensor_sent",),
     "to stages": ("pipeline_sent",),
     "to experts": ("exchanged",),
+    "over network": ("sent_over_network",),
     "host/node": ("host_per_node",),
     "disk/node": ("disk_per_node",),
     "copies/node": ("copies_per_node",),
 }
 """Heading -> keys whose values are summed under it."""
-_OPTIONAL = ("sent in group", "to stages", "to experts", "host/node", "disk/node", "copies/node")
+_OPTIONAL = ("sent in group", "to stages", "to experts", "over network", "host/node", "disk/node", "copies/node")
+_AXES = ("tensor", "context", "pipeline", "chunks", "expert")
 _FITS = {True: ("yes", "green"), False: ("no", "red"), None: ("-", "")}
 
 
@@ -71,17 +73,17 @@ def show_search(found: dict[str, Any], out: Console | None = None) -> None:
         f"{looked - len(found['best'])} do not fit{_reasons(found['too_large'])}",
         soft_wrap=True,
     )
-    form = "{:>3}{:>8}{:>10}{:>8}  {:<8}{:>6}{:>8}{:>12}{:>8}{:>8}{:>10}{:>12}{:>11}"
-    head = ("", "tensor", "pipeline", "chunks", "strategy", "micro", "GiB", "tokens/s", "of peak", "bubble", "GiB sent")
-    out.print(form.format(*head, "in group", "to stages"), style="bold", soft_wrap=True)
+    form = "{:>3}{:>8}{:>9}{:>10}{:>8}{:>8}  {:<8}{:>6}{:>8}{:>12}{:>8}{:>8}{:>10}{:>10}{:>11}{:>12}{:>14}"
+    head = ("", *_AXES, "strategy", "micro", "GiB", "tokens/s", "of peak", "bubble", "GiB sent")
+    out.print(form.format(*head, "in group", "to stages", "to experts", "over network"), style="bold", soft_wrap=True)
     for number, one in enumerate(found["best"], 1):
-        mesh, sent = one["mesh"], [one.get(k, 0) / 2**30 for k in ("sent", "tensor_sent", "pipeline_sent")]
-        speed, total = one["speed"], one["total"] / 2**30
+        mesh, speed, total = one["mesh"], one["speed"], one["total"] / 2**30
+        sent = [one.get(key, 0) for key in ("sent", "tensor_sent", "pipeline_sent", "exchanged")]
         out.print(
             form.format(
-                number, mesh["tensor"], mesh["pipeline"], mesh["chunks"], one["strategy"], mesh["micro_batch"], f"{total:.1f}",
+                number, *(mesh[axis] for axis in _AXES), one["strategy"], mesh["micro_batch"], f"{total:.1f}",
                 f"{speed['tokens_per_second']:,.0f}", f"{one['share_of_peak']:.0%}", f"{speed['bubble']:.0%}",
-                *(f"{size:,.1f}" for size in sent),
+                *(f"{size / 2**30:,.1f}" for size in (*sent, one["sent_over_network"])),
             ),
             soft_wrap=True,
         )  # fmt: skip
@@ -173,6 +175,8 @@ def _head(plan: dict[str, Any]) -> list[str]:
     groups = f" in {_plural(machine['ranks'] // tensor, 'tensor group')} of {tensor}" if tensor > 1 else ""
     if context > 1:
         groups += f", {context} to a sequence"
+    if (expert := machine.get("expert", 1)) > 1:
+        groups += f", {expert} to the experts of a layer"
     if pipeline:
         stages = pipeline["ranks"] * pipeline["chunks"]
         groups += (

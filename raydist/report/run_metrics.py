@@ -50,7 +50,7 @@ def report(run: RunDir) -> Report:
     """Reads the run's folder. Raises StorageError."""
     made = time.time()
     state, events, segments = read_state(run), read_events(run), read_segments(run, SINGLE)
-    about = summary.told(run, state, events, segments)
+    about = summary.summarize(run, state, events, segments)
     steps = merge(segments)
     text = _spec(run)
     spec = _parsed(text)

@@ -33,10 +33,10 @@ def show(run: RunDir) -> dict[str, Any]:
     Plain data for strict JSON. Unknown values are None: no step or eval yet, or the bytes of a checkpoint with a damaged manifest.
     Raises StorageError.
     """
-    return told(run, read_state(run), read_events(run), read_segments(run, SINGLE))
+    return summarize(run, read_state(run), read_events(run), read_segments(run, SINGLE))
 
 
-def told(run: RunDir, state: Mapping[str, Any], events: list[Event], segments: list[Segment]) -> dict[str, Any]:
+def summarize(run: RunDir, state: Mapping[str, Any], events: list[Event], segments: list[Segment]) -> dict[str, Any]:
     """The same of what was read already. Reads checkpoints and faults. Raises StorageError."""
     rows, held_out = merge(segments), evals(events)
     status = _status(state, events)
@@ -133,14 +133,14 @@ def evals(events: Sequence[Event]) -> dict[int, float]:
 
 def expert_loads(run: RunDir, events: Sequence[Event]) -> dict[str, Any] | None:
     """The newest step with experts' loads, and those of each layer; None without (`observe.expert_loads`)."""
-    told = next((event for event in reversed(events) if event.kind in ("experts", "expert_loads")), None)
-    if told is not None and told.kind == "expert_loads":  # of an earlier version
-        layers = {name: layer["loads"] for name, layer in told.data["layers"].items()}
-        return {"step": told.data["step"], "layers": layers}
-    newest = newest_loads(run) if told is not None else None
-    if told is None or newest is None:
+    newest_event = next((event for event in reversed(events) if event.kind in ("experts", "expert_loads")), None)
+    if newest_event is not None and newest_event.kind == "expert_loads":  # of an earlier version
+        layers = {name: layer["loads"] for name, layer in newest_event.data["layers"].items()}
+        return {"step": newest_event.data["step"], "layers": layers}
+    newest = newest_loads(run) if newest_event is not None else None
+    if newest_event is None or newest is None:
         return None
-    return {"step": newest[0], "layers": dict(zip(told.data["layers"], newest[1], strict=False))}
+    return {"step": newest[0], "layers": dict(zip(newest_event.data["layers"], newest[1], strict=False))}
 
 
 def _attempts(segments: list[Segment], events: list[Event], status: str) -> list[dict[str, Any]]:

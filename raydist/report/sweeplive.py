@@ -9,17 +9,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console as Rich
 from rich.console import Group, RenderableType
-from rich.live import Live
+from rich.live import Live as Display
 from rich.table import Table
 from rich.text import Text
 
 from raydist.report import text
 from raydist.report.sweep.conclusions import measured, named
-from raydist.report.sweep.standing import Leader, Over, Standing
+from raydist.report.sweep.standing import Leader, Live, Over, Spent, Standing
 
 LINE_EVERY_S = 10.0
 REFRESH_S = 0.5
@@ -27,32 +27,6 @@ _ORDER = ("running", "waiting", "finished", "stopped", "failed")
 _ENDED = 5
 """Number of ended cells in the table."""
 _STYLES = {"failed": "red", "finished": "green"}
-
-
-class Cell(Protocol):
-    """A running cell: `raydist.cluster.sweep.trial.Live`."""
-
-    id: str
-    state: str
-    total: int
-    workers: int
-    snapshot: dict[str, Any]
-
-
-class Spent(Protocol):
-    """Hours so far: `raydist.cluster.sweep.budget.Spent`."""
-
-    @property
-    def hours(self) -> float:
-        """Wall-clock time."""
-
-    @property
-    def gpu_hours(self) -> float:
-        """Hours of GPUs."""
-
-    @property
-    def worker_hours(self) -> float:
-        """Hours of workers."""
 
 
 def counts_line(counts: Mapping[str, int]) -> str:
@@ -77,7 +51,7 @@ def _hours(hours: float) -> str:
 _TITLES = ("cell", "state", "step", "loss", "eval loss", "tokens/s", "ETA", "workers")
 
 
-def row(cell: Cell) -> tuple[str, ...]:
+def row(cell: Live) -> tuple[str, ...]:
     """A running cell as text, one entry for each of _TITLES."""
     snapshot = cell.snapshot
     record = snapshot.get("record")
@@ -118,7 +92,7 @@ def over_line(metric: str, one: Over) -> str:
 
 
 def table(
-    cells: Sequence[Cell],
+    cells: Sequence[Live],
     counts: Mapping[str, int],
     cost: str,
     name: str,
@@ -169,13 +143,13 @@ class SweepConsole:
         self._name, self._price, self._standing = name, cost_per_gpu_hour, standing
         self._stream = stream or sys.stderr
         self._rich = Rich(file=self._stream)
-        self._live: Live | None = None
+        self._live: Display | None = None
         self._printed_at, self._line = float("-inf"), ""
         self._over, self._best = standing.since(0)[0], standing.best
 
     def __enter__(self) -> SweepConsole:
         if self._rich.is_terminal:
-            self._live = Live(console=self._rich, refresh_per_second=1 / REFRESH_S, redirect_stdout=False)
+            self._live = Display(console=self._rich, refresh_per_second=1 / REFRESH_S, redirect_stdout=False)
             self._live.start()
         return self
 
@@ -183,7 +157,7 @@ class SweepConsole:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, live: Sequence[Cell], counts: Mapping[str, int], spent: Spent) -> None:
+    def update(self, live: Sequence[Live], counts: Mapping[str, int], spent: Spent) -> None:
         """Shows the running cells, the number of cells of each status, and the time used."""
         cost = cost_line(spent, self._price)
         if self._live is not None:

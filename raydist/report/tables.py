@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from raydist.printable import printable
 from raydist.report import text
 
 _STYLES = {
@@ -117,7 +118,7 @@ def steps(rows: Iterable[dict[str, Any]], out: Console | None = None) -> None:
         times = (f"{row['seconds']:.4f}", f"{row['data_seconds']:.4f}")
         head = (row["step"], text.loss(row["loss"]), f"{row['lr']:.2e}", norm, noise, row["tokens"])
         line = form.format(*head, *times, row["world_size"], row["attempt"], row["samples_hash"])
-        out.print(line, soft_wrap=True, markup=False)
+        out.print(printable(line), soft_wrap=True, markup=False)
 
 
 def profile(found: list[dict[str, Any]], names: list[str], out: Console | None = None) -> None:

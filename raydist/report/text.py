@@ -161,7 +161,7 @@ def _line(what: Event) -> str:
             spike = f"step {data['step']}: loss {loss(data['loss'])}, the median before is {loss(data['median'])}"
             return f"{spike}: {_ACTIONS[data['action']]}"
         case "requested":
-            return f"{data['by'] or 'somebody'} asks for {_REQUESTS.get(data['what'], data['what'])}"
+            return f"{_REQUESTS.get(data['what'], data['what'])} requested by {data['by'] or 'unknown'}"
         case "trace_started":
             last = data["first_step"] + data["steps"] - 1
             return f"trace {data['trace']}: steps {data['first_step']} to {last} on {data['world_size']} ranks"
@@ -181,7 +181,7 @@ def _line(what: Event) -> str:
             return f"{data['what']}: {data['remedy']}"
         case "data_stalled":
             where = data["where"].partition("\n")[0]
-            then = "the rank gives up" if data["final"] else "its loader is restarted"
+            then = "the rank stops the attempt" if data["final"] else "its loader is restarted"
             return f"step {data['step']}, rank {data['rank']}: no batch for {span(data['seconds'])}, in {where}: {then}"
         case "fault":
             return (
@@ -221,7 +221,7 @@ def added_up(stages: Mapping[str, float]) -> tuple[str, str]:
     return f"{total:.{digits}f} s", ", ".join(parts)
 
 
-_REQUESTS = {"stop": "the end of the run", "checkpoint": "a checkpoint", "trace": "a trace"}
+_REQUESTS = {"stop": "stop", "checkpoint": "checkpoint", "trace": "trace"}
 _ACTIONS = {
     "stop": "the run stops",
     "skip": "the step is skipped",

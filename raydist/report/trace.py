@@ -18,6 +18,7 @@ from typing import Any
 
 from raydist.errors import StorageError
 from raydist.parsing import parse_json, unzip
+from raydist.printable import printable
 from raydist.report import clock_sync
 from raydist.report.collectives import Collective, collectives, of_gpu
 from raydist.report.overlap import Interval, Shares, innermost, shares
@@ -85,7 +86,7 @@ def load(run: RunDir, name: str) -> dict[str, Any]:
 
 def describe(trace: dict[str, Any], name: str) -> Part:
     """The facts about a part. Raises StorageError if it has no step."""
-    about, events = trace.get("raydist", {}), trace["traceEvents"]
+    about, events = printable(trace.get("raydist", {})), trace["traceEvents"]
     training = (about.get("pid"), about.get("thread"))
     mine = [e for e in events if e.get("ph") == "X" and _key(e) == training]
     steps = sorted(_interval(e) for e in mine if e["name"].startswith(STEP))

@@ -38,14 +38,16 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
+from typing import Self
 
 from raydist.errors import RunNotFound, StorageError, UsageError
 from raydist.parsing import parse_json, quoted
 from raydist.run import storage_choice
-from raydist.storage import Storage
+from raydist.storage import GONE, Storage
 
 _SHOWN, _LOOKED, _SIMILAR = 10, 60, 0.6
 """Of a storage's runs in an error: how many are named, of how many folders; difflib's ratio of similar names."""
@@ -61,6 +63,8 @@ SWEEP_CELLS = "cells.jsonl"
 TUNED = ".tuned"
 """In the folder of the runs: measurements of one run that are reused by later runs."""
 
+_MARKS = SPEC, SWEEP_CELLS, ATTEMPTS, DRIVERS
+"""Each folder of a run or a sweep has one of them from its first moment on."""
 _DELETED = frozenset(
     [
         SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER, CHECKPOINTS, FAULTS, DRIFT, BUCKETS, SAMPLES, REQUESTS, TRACES,
@@ -72,6 +76,7 @@ _UNFINISHED = tuple(f".tmp-{name}" for name in (SPEC, STATE, EVENTS, REPORT))
 
 NOTE_S = 60.0
 """How long a note that one node has written may take to be seen on another."""
+_LOOK_S = 1.0
 LONGEST_NAME = 1024
 """Characters of the name, path or URI of a run."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -156,6 +161,25 @@ class Folder:
         """The folder's last part."""
         return str(self.storage.root).rstrip("/").rsplit("/", 1)[-1]
 
+    def expect(self, wait_s: float = 0.0) -> Self:
+        """Waits until the folder of this run or sweep, which has begun, is there. From then on it is written only where it is.
+
+        The empty folder below the mount point of an unmounted file system looks like that of a new run. Raises StorageError after
+        `wait_s`.
+        """
+        local = self.storage.local
+        if local is None:
+            return self
+        self.storage.marks = tuple(local / name for name in _MARKS)
+        deadline = time.monotonic() + wait_s
+        while True:
+            with suppress(OSError):  # such as a stale NFS handle
+                if any(mark.exists() for mark in self.storage.marks):
+                    return self
+            if time.monotonic() > deadline:
+                raise StorageError(f"cannot write {self.uri} on {socket.gethostname()}: {GONE}", "mount it again")
+            time.sleep(_LOOK_S)
+
 
 class RunDir(Folder):
     """The folder of one run."""
@@ -163,7 +187,9 @@ class RunDir(Folder):
     @property
     def home(self) -> Storage:
         """The folder that contains all runs, including this one."""
-        return self.storage.above()
+        above = self.storage.above()
+        above.marks = self.storage.marks
+        return above
 
     def exists(self) -> bool:
         """Whether a run was started here."""
@@ -268,12 +294,13 @@ def await_attempt(run: RunDir, number: int, first: bool = False, wait_s: float =
                     f"{run.uri} on {socket.gethostname()} does not have {what}: it is another folder",
                     "is its file system mounted there? All nodes need the same --storage",
                 )
-            time.sleep(min(1.0, wait_s))
+            time.sleep(min(_LOOK_S, wait_s))
 
     wait(lambda: run.storage.size(name) is not None, f"{name}, which the driver has written")
     if first:
         newest = int(parse_json(run.storage.read(name))["newest_checkpoint"])
         wait(lambda: run.newest_step() >= newest, f"the checkpoint of step {newest}, which the driver has seen")
+    run.expect()
 
 
 def start_anew(run: RunDir) -> None:

@@ -25,6 +25,13 @@ def this_process(pid: int | None = None) -> dict[str, Any]:
     return {**driver, "pids": _pid_namespace(), "since": time.time()}
 
 
+def recent(at: float, now: float) -> bool:
+    """Whether a sign of life at `at` counts at `now`. One further ahead is of a wrong clock, and tells nothing: the driver may have
+    died since.
+    """
+    return abs(now - at) <= LOST_AFTER_S
+
+
 def gone(driver: dict[str, Any]) -> bool:
     """Whether a driver from `this_process` ran on this host and its process has exited. False if it ran on another host."""
     here = driver.get("pids") == _pid_namespace() and driver["host"] == socket.gethostname()

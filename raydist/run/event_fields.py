@@ -1,7 +1,7 @@
 """The types of the data of events, as readers of events.jsonl and of a sweep's events/ rely on them.
 
-Runs anywhere. docs/reference/records.md has the meaning of each field. A line with another type is damaged: whoever reads it could
-otherwise fail far from its cause. Unknown kinds and fields are of later versions, and are kept as they are.
+Runs anywhere. docs/reference/records.md has the meaning of each field. A line with another type is damaged: its readers could
+otherwise fail far from the cause. Unknown kinds and fields are of later versions, and are kept as they are.
 """
 
 from __future__ import annotations

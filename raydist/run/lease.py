@@ -27,9 +27,10 @@ from typing import Any
 
 from raydist.errors import SIGNALLED, Fenced, StorageError, UsageError
 from raydist.parsing import DAMAGED, parse_json
+from raydist.printable import printable
 from raydist.records import Status
 from raydist.run.directory import DRIVERS, Folder, RunDir
-from raydist.run.driver_process import LOST_AFTER_S, gone, this_process
+from raydist.run.driver_process import LOST_AFTER_S, gone, recent, this_process
 from raydist.storage import NO_FOLDER
 
 RENEW_S = 5.0
@@ -47,7 +48,7 @@ SKEW_S = 5.0
 class Driver:
     """The newest driver of a run or a sweep, from its lease. Times are Unix seconds.
 
-    `alive`: it has not ended, has renewed within LOST_AFTER_S, and its process has not exited, as far as this host can tell.
+    `alive`: it has not ended, has renewed within LOST_AFTER_S of now, and its process has not exited, as far as this host can tell.
     """
 
     number: int
@@ -66,7 +67,7 @@ class DriverLease:
     """Acquired at construction, renewed by a thread, released by `release` or at the end of a `with` block.
 
     Raises UsageError if another driver still holds the run after `wait_s`, StorageError if the folder cannot be written. A lease
-    that is damaged, or of a clock that is ahead, says nothing about now: it is free if nobody renews it for `watch_s`.
+    that is damaged, or of a clock that is ahead, is not evidence of a live driver: it is free if it is not renewed for `watch_s`.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class DriverLease:
         number, holder = self._newest()
         if not won or not self._own(number, holder):
             raise self._refused(holder or {})
+        run.expect()
         for old in run.storage.files(DRIVERS):
             if old < self._name(self._number):
                 run.storage.delete(old)
@@ -160,9 +162,9 @@ class DriverLease:
             return
         with suppress(StorageError, FileNotFoundError):
             data = self._run.storage.read(_stop_name(self._number))
-            self._stop = "somebody"
+            self._stop = "unknown"
             with suppress(ValueError, KeyError, TypeError):
-                who = parse_json(data)
+                who = printable(parse_json(data))
                 self._stop = f"{who.get('by', '`raydist stop`')}, process {who['pid']} on {who['host']}"
 
     def _newest(self) -> tuple[int, dict[str, Any] | None]:
@@ -269,7 +271,7 @@ def _raw(folder: Folder, number: int) -> bytes:
 def _parsed(data: bytes) -> dict[str, Any] | None:
     """The content of a lease; None if it is damaged."""
     try:
-        found = parse_json(data)
+        found = printable(parse_json(data))
         driver = {**found["driver"], "host": str(found["driver"]["host"]), "pid": int(found["driver"]["pid"])}
         known = {"key": str(found["key"]), "renewed_at": float(found["renewed_at"]), "ended": bool(found["ended"])}
         return {**found, **known, "driver": {**driver, "since": float(driver["since"])}}
@@ -284,4 +286,4 @@ def _ahead(holder: dict[str, Any]) -> bool:
 
 def _alive(holder: dict[str, Any], now: float | None = None) -> bool:
     now = time.time() if now is None else now
-    return not holder["ended"] and now - holder["renewed_at"] <= LOST_AFTER_S and not gone(holder["driver"])
+    return not holder["ended"] and recent(holder["renewed_at"], now) and not gone(holder["driver"])

@@ -117,7 +117,7 @@ class RunLog:
         """Adds rows, in the order of training; returns the new ones. Raises KeyError, TypeError or OverflowError for a bad one.
 
         An unknown attempt begins with its first step. Steps that this attempt has already sent are dropped (a repeated push), as
-        are steps of earlier attempts (sent late by a worker that was given up).
+        are steps of earlier attempts (sent late by a worker of an abandoned attempt).
         """
         # Convert before any change: an invalid record then changes nothing.
         rows = [_row(record) for record in records]

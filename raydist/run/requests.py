@@ -3,7 +3,7 @@
 Runs anywhere. The requester writes the file and deletes it; the run's monitor passes open requests to rank 0, in the answer to
 its next push. So a request needs no connection to the cluster, and survives a restart: the next attempt finds it.
 
-    RUN/requests/checkpoint-1790000000000.json   save after the next step; deleted when answered or given up
+    RUN/requests/checkpoint-1790000000000.json   save after the next step; deleted when answered or withdrawn
                  trace-0007.json              trace the next steps on every rank; likewise
         traces/0007/request.json              the same, but kept, so that no number is used twice
         traces/0007/attempt-0002/rank-00003-of-00008.json.gz     the answer: one rank's trace
@@ -79,7 +79,7 @@ def pending(run: RunDir) -> list[Request]:
 
 
 def withdraw(run: RunDir, request: Request) -> None:
-    """Deletes the request, because it is answered or given up. Raises StorageError."""
+    """Deletes the request, because it is answered or withdrawn. Raises StorageError."""
     run.storage.delete(_path(request))
 
 

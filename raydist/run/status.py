@@ -15,7 +15,7 @@ from raydist.printable import printable
 from raydist.records import Status
 from raydist.redact import redact
 from raydist.run.directory import SPEC, STATE, RunDir
-from raydist.run.driver_process import LOST_AFTER_S, gone
+from raydist.run.driver_process import LOST_AFTER_S, gone, recent
 from raydist.run.lease import status_by_lease
 from raydist.run.log import plain
 
@@ -85,6 +85,4 @@ def _status(state: dict[str, Any], now: float) -> Status:
     status: Status = state["status"]
     if status != "running":
         return status
-    if now - state["heartbeat_at"] > LOST_AFTER_S:
-        return "lost"
-    return "lost" if gone(state["driver"]) else "running"
+    return "running" if recent(state["heartbeat_at"], now) and not gone(state["driver"]) else "lost"

@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raydist.errors import StorageError
+from raydist.printable import printable
 from raydist.run import parquet
 from raydist.run.directory import SAMPLES, RunDir
 from raydist.run.telemetry_schema import COLUMNS, SCHEMA, WHO, is_total
@@ -202,6 +203,15 @@ class _Segment:
         return f"{SAMPLES}/{self.file}"
 
 
+def _printable(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The column with texts, such as names of hosts, that a terminal may show."""
+    if not pa.types.is_string(column.type) or all(
+        text is None or text.isprintable() for text in column.unique().to_pylist()
+    ):
+        return column
+    return pa.array(printable(column.to_pylist()), column.type)
+
+
 def _listed(run: RunDir) -> list[_Segment]:
     found = []
     for name in run.storage.files(SAMPLES):
@@ -227,7 +237,7 @@ def _read(run: RunDir, segment: _Segment, columns: Sequence[str] | None = None) 
         found = file.read(there, use_threads=False)
         schema = pa.schema([SCHEMA.field(column) for column in wanted])
         arrays = [found[f.name].cast(f.type) if f.name in there else pa.nulls(found.num_rows, f.type) for f in schema]
-        return pa.Table.from_arrays(arrays, schema=schema)
+        return pa.Table.from_arrays([_printable(array) for array in arrays], schema=schema)
     except FileNotFoundError:
         return None
     except StorageError:

@@ -168,6 +168,14 @@ def _shown(value: Any) -> Any:
     return value.model_dump() if isinstance(value, Part) else value
 
 
+def sent_bytes(spec: JobSpec) -> float:
+    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32, as does auto."""
+    if not spec.comm.compresses:
+        return 4.0 if spec.precision.reduce == "fp32" else 2.0
+    plan = compressor_plan(spec.comm.compress)
+    return plan.bits / 8 if plan is not None else 4.0
+
+
 def check(spec: JobSpec) -> None:
     """Raises SpecValueError for what does not go with the rest of the job, except `train.virtual_ranks`."""
     _compression_fits(spec)
@@ -247,7 +255,7 @@ def _local_steps_fit(spec: JobSpec) -> None:
         if (place := getattr(spec.offload, field)) != "none":
             raise problem("comm.every", every, f"does not go with offload.{field}: {place}: outer steps change weights "
                           "that are on the device", f"leave one of them out, or set offload.{field}: none")  # fmt: skip
-    shard = parallel.shard or 1 if parallel.strategy == "hsdp" else 1
-    if spec.cluster.most // parallel.replica // shard < 2:
+    replicas = spec.cluster.most // parallel.replica
+    if replicas // (plan.group(spec, replicas, 1) if plan.group is not None else 1) < 2:
         raise problem("comm.every", every, "needs two replicas or more, and cluster.workers: "
                       f"{spec.cluster.most} makes one", "take more workers, or leave comm.every out")  # fmt: skip

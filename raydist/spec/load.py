@@ -104,7 +104,7 @@ def overriding(overrides: Overrides) -> Layer:
     for text in overrides:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            problems.append(f"--set {text}: no value; write --set optim.lr=3e-4")
+            problems.append(f"--set {quoted(text)}: no value; write --set optim.lr=3e-4")
             continue
         try:
             parsed = parse_yaml(value, JobLoader)

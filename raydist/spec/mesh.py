@@ -47,7 +47,9 @@ def _context(job: JobSpec) -> None:
     context, ranks = parallel.context, parallel.context * parallel.tensor
     if context == 1:
         return
-    _ask_model(job, "context", ("that shares sequences", "does not say so", "check_context"), parallel.tensor, context)
+    _ask_model(
+        job, "context", ("that shares sequences", "does not declare it", "check_context"), parallel.tensor, context
+    )
     if job.model.context % ranks:
         times = f"times tensor: {parallel.tensor} " if parallel.tensor > 1 else ""
         raise problem("parallel.context", context, f"{times}does not divide model.context {job.model.context}",

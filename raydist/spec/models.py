@@ -235,6 +235,22 @@ class JobSpec(PartWithNewFields):
         shorter = batching.max_tokens // more // self.row_multiple * self.row_multiple
         return max((rows, length), (more, min(shorter, length)), key=lambda shape: shape[0] * shape[1])
 
+    def batches(self, ranks: int) -> tuple[int, int]:
+        """(sequences per micro-batch, micro-batches per step) on the replica with the most, as data/batches.py distributes them.
+
+        `ranks`: of the whole run. With data.batching of the largest micro-batch, as if all were: documents are not known here.
+        """
+        batching, replicas = self.data.batching, ranks // self.parallel.replica
+        if batching is not None:
+            rows, length = self.largest_pass
+            step = (
+                -(-batching.global_tokens // length) if batching.global_tokens is not None else self.train.global_batch
+            )
+            return rows, -(-step // (replicas * rows))
+        most = -(-self.train.global_batch // replicas)
+        count = -(-most // self.train.micro_batch)
+        return -(-most // count), count
+
     @property
     def row_multiple(self) -> int:
         """With data.batching, of what padded lengths are multiples, except `longest`."""

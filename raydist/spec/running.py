@@ -205,7 +205,7 @@ class HookSpec(Part):
     ranks: Literal["first", "all"] = Field("first", description="The ranks that call it: rank 0, or each one.")
     on_error: Literal["stop", "report"] = Field(
         "stop",
-        description="An exception of the hook ends the run with that cause, or is noted once while the run goes on.",
+        description="An exception of the hook ends the run with that cause, or is noted once while the run continues.",
     )
 
 

@@ -360,8 +360,8 @@ class OptimSpec(PartWithNewFields):
     @model_validator(mode="after")
     def _fits(self) -> OptimSpec:
         if self.scale_lr != "none" and self.base_batch is None:
-            told = f"is needed by scale_lr: {self.scale_lr}"
-            raise problem("base_batch", None, told, "set the global batch that lr was tuned for")
+            what = f"is needed by scale_lr: {self.scale_lr}"
+            raise problem("base_batch", None, what, "set the global batch that lr was tuned for")
         check_spec("optimizer", self.name, self)
         return self
 

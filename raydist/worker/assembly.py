@@ -25,7 +25,6 @@ from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.checks.bad_steps import BadStepCheck
 from raydist.worker.checks.gradients import GradientCheck
 from raydist.worker.checks.replicas import ReplicaCheck
-from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import NAME as COMPRESSION
 from raydist.worker.comm.compression.state import Compression
 from raydist.worker.comm.json_gather import gather_json
@@ -85,7 +84,7 @@ class Assembly:
         self.mesh = Mesh.of(spec, rank)  # every rank, if a replica has several
         self.feed = Feed(spec, self.mesh, dataset)
         self.batches = self.feed.batches
-        for line in self.feed.notes():
+        for line in (*([self.mesh.note] if self.mesh.note else []), *self.feed.notes()):
             self._note(line)
         self.total = spec.train.total(self.batches.steps_per_epoch)
         # Model, strategy, optimizer: the same on every rank, from the same seed.
@@ -104,7 +103,8 @@ class Assembly:
         )
         self.replica = build.replica(spec, self.mesh)  # every rank, if replicas train apart
         self.strategy = build.build_strategy(spec, self.replica or self.mesh)
-        self.parts = self.feed.parts = build.divide_into_parts(spec, self.mesh, self.strategy)
+        self.parts = build.divide_into_parts(spec, self.mesh, self.strategy)
+        self.feed = self.feed.in_parts(self.parts)
         self.eval_set = self.feed.eval_set() if spec.eval.every else []
         model = build.build_model(spec, dataset.vocab_size, self.strategy.takes_meta)
         if note := build.make_trainable(model):
@@ -268,11 +268,11 @@ class Assembly:
     def _messages(self) -> list[tuple[str, int, str]]:
         """The collectives of a step that have a name: (kind, elements, name)."""
         loads = [self.experts.message] if self.experts else []
-        return [*self.train_step.messages(), *loads, *getattr(self.strategy, "messages", list)()]
+        return [*self.train_step.messages(), *loads, *self.strategy.messages()]
 
     def _compression(self) -> Compression | None:
         """None if no gradients are compressed on any rank."""
-        reducers = reducers_of(self.strategy)
+        reducers = self.strategy.reducers()
         if not self.spec.comm.compresses or not any(gather_json(len(reducers), self.rank.control)):
             if self.spec.comm.compresses:
                 self._note(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from raydist.errors import GraphMismatch, UserError
 from raydist.extension_plans import buckets, strategy_plan
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
-from raydist.worker import distributed, lora, pretrained
+from raydist.worker import distributed, lora, parallel, pretrained
 from raydist.worker.checks.replicas import hashes
 from raydist.worker.comm import topology
 from raydist.worker.comm.json_gather import gather_json
@@ -195,11 +195,8 @@ def build_strategy(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
 
     mesh = mesh.of_state
 
-    def named(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
-        return cast(ParallelStrategy, registry.load("parallel", spec.parallel.strategy)(spec, mesh))
-
     def make(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
-        return named(spec, mesh) if mesh.expert == 1 else ExpertParallel(spec, mesh, named)
+        return parallel.build(spec, mesh) if mesh.expert == 1 else ExpertParallel(spec, mesh, parallel.build)
 
     if mesh.pipeline == 1:
         return make(spec, mesh)
@@ -221,17 +218,16 @@ def divide_into_parts(spec: JobSpec, mesh: Mesh, strategy: ParallelStrategy) -> 
     """Tells a strategy, before it wraps the model, of the parts that `train.virtual_ranks` makes. Every rank."""
     if spec.train.virtual_ranks is None:
         return None
-    together: int = strategy.reduces_together()  # type: ignore[attr-defined]  # its PLAN says that it has it
     axis = mesh.of_state
     parts = Parts(
         spec.train.virtual_ranks,
         axis.data_rank,
         axis.data_size,
-        together,
+        strategy.reduces_together(),
         replicas=mesh.data_size,
         unit=spec.parallel.replicas_with_experts,
     )
-    strategy.parts = parts  # type: ignore[attr-defined]
+    strategy.parts = parts
     return parts
 
 

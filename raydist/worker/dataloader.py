@@ -6,6 +6,7 @@ Runs in: each train worker. Torch, never ray.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -32,13 +33,18 @@ class Feed:
         self.samples = training_samples(spec, dataset)
         self.batches = batches_of(spec, self.samples, dataset.fingerprint)
         self._of_part = divide_of(spec, self.samples)
-        self.parts: Parts | None = None
-        """If the global batch is divided into parts first; set before batches are read."""
+        self._parts: Parts | None = None
+
+    def in_parts(self, parts: Parts | None) -> Feed:
+        """The same batches, of a global batch that is divided into these parts first."""
+        made = copy(self)
+        made._parts = parts
+        return made
 
     @property
     def divide(self) -> Divide:
         """How a global batch becomes the micro-batches of each rank."""
-        return self._of_part if self.parts is None else self.parts.divide(self._of_part)
+        return self._of_part if self._parts is None else self._parts.divide(self._of_part)
 
     @property
     def shapes(self) -> int:
@@ -71,10 +77,10 @@ class Feed:
         samples = held_out_samples(self._spec, self._dataset, self.samples)
         batches = eval_batches(len(samples), self._spec.eval.batches, self.batches.global_batch)
         divide, rank, size = divide_of(self._spec, samples), self._mesh.data_rank, self._mesh.data_size
-        if self.parts is None:
+        if self._parts is None:
             return [self._made(samples, ids[part]) for ids in batches for part in divide(ids, rank, size)]
-        divided = [(ids, self.parts.divide(divide)(ids, rank, size)) for ids in batches]
-        turns = len(self.parts.own)
+        divided = [(ids, self._parts.divide(divide)(ids, rank, size)) for ids in batches]
+        turns = len(self._parts.own)
         return [  # all of the first part, then all of the second
             self._made(samples, ids[micro_batch])
             for turn in range(turns)

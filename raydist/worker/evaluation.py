@@ -18,7 +18,7 @@ from raydist.ipc.heartbeat import Heartbeat
 from raydist.worker.loss import Loss, call_model, unwrapped
 from raydist.worker.loss.cross_entropy import loss_sum
 from raydist.worker.mesh import Mesh
-from raydist.worker.parallel import ParallelStrategy, run_passes
+from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.parts import Parts, add_loss
 from raydist.worker.precision import Precision
 
@@ -66,9 +66,9 @@ def evaluate(
     module = unwrapped(strategy.module)
     was_training = module.training
     module.eval()
-    parts: Parts | None = getattr(strategy, "parts", None)
+    parts = strategy.parts
     work = _Evaluation(mesh, precision, heartbeat or Heartbeat(), loss, parts)
-    run_passes(strategy, batches, work)
+    strategy.passes(batches, work)
     module.train(was_training)
     if mesh.rank.world_size > 1:
         dist.all_reduce(work.sums)

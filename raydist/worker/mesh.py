@@ -24,6 +24,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +50,8 @@ class Mesh:
     expert: int = 1
     copies: int = 1
     """Meshes like this one, side by side along the data axis of the whole. This rank is in one of them."""
+    note: str | None = field(default=None, init=False, compare=False)
+    """Which axes send between nodes; None where there is one node, or one axis."""
     _experts: Mesh | None = field(default=None, init=False, repr=False, compare=False)
     _of_state: Mesh | None = field(default=None, init=False, repr=False, compare=False)
     _devices: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
@@ -83,7 +86,21 @@ class Mesh:
         if spec.parallel.together > 1:
             made.refuse_split_nodes(nodes)
         made.connect(nodes)
+        made.note = made.links(nodes)
         return made
+
+    def links(self, nodes: Sequence[str]) -> str | None:
+        """See `note`. `nodes`: of all ranks."""
+        if len(set(nodes)) < 2:
+            return None
+        shapes = {axis: (tuple(self.sizes.values()), n) for n, axis in enumerate(self.sizes) if self.sizes[axis] > 1}
+        if self.expert > 1:  # consecutive ranks of a stage
+            shapes["expert"] = (-1, self.expert), 1
+        at = {axis: np.moveaxis(np.array(nodes).reshape(shape), n, 0) for axis, (shape, n) in shapes.items()}
+        across = [axis for axis, of in at.items() if (of != of[0]).any()]
+        within = [axis for axis in at if axis not in across]
+        told = f"mesh on {len(set(nodes))} nodes: {' and '.join(across)} between nodes"
+        return f"{told}; {' and '.join(within)} within a node" if within else told
 
     def refuse_split_nodes(self, nodes: Sequence[str]) -> None:
         """Raises UserError, on every rank, if the ranks of a tensor group are on several nodes. `nodes`: of all ranks."""

@@ -85,7 +85,7 @@ class RunHooks:
                     raise
                 if not made.reported:
                     made.reported = True
-                    text = f"{error.message}; the run goes on, and further errors of this hook are not shown"
+                    text = f"{error.message}; the run continues, and further errors of this hook are not shown"
                     self._tell(Event("note", time.time(), {"text": text}))
 
     def _run(self, spec: HookSpec, where: str, function: Callable[[], Any]) -> Any:
@@ -107,7 +107,7 @@ class RunHooks:
         if failed is not None:
             raise HookFailed(
                 f"hook {spec.name}{where}: {type(failed).__name__}: {failed}",
-                "mend it, or set on_error: report in hooks, with which the run goes on without it",
+                "fix it, or set on_error: report in hooks, with which the run continues without it",
             ) from failed
         self._known = after
         return result

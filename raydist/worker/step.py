@@ -24,7 +24,7 @@ from raydist.worker.loss import Loss, call_model
 from raydist.worker.loss.cross_entropy import loss_sum as loss_sum
 from raydist.worker.mesh import Mesh
 from raydist.worker.optim.hooks import hooks_of
-from raydist.worker.parallel import ParallelStrategy, run_passes
+from raydist.worker.parallel import ParallelStrategy
 from raydist.worker.parallel._grad_norm import GradNorm, RowNorm
 from raydist.worker.parallel._model_graph import watch_gradients
 from raydist.worker.parallel._split import LayerSplit
@@ -176,7 +176,7 @@ class TrainStep:
         work = _Training(self, step, mine)
         if self.mesh.pipeline > 1:
             self.heartbeat.enter("forward")  # a stage that waits for its first micro-batch does not wait for data
-        run_passes(self.strategy, step.micro_batches, work)
+        self.strategy.passes(step.micro_batches, work)
         sums = work.summed()
         self.strategy.finish_grads()
         if self._split is not None:
@@ -235,7 +235,7 @@ class TrainStep:
         rank = self.mesh.rank
         with watch_gradients(self.strategy.module) as gradients:
             work = _Diagnosis(self, step, gradients)
-            run_passes(self.strategy, step.micro_batches, work)
+            self.strategy.passes(step.micro_batches, work)
         named = [name for name, finite in gradients.items() if not finite]
         if named:
             work.found["parameters"] = named[:5]

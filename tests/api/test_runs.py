@@ -14,7 +14,7 @@ import pytest
 import raydist
 from raydist.api import runs as api_runs
 from raydist.api import start as api_start
-from raydist.errors import DataError, RunNotFound, SpecError, TrainingStopped, UsageError
+from raydist.errors import DataError, RunNotFound, SpecError, TrainingStopped, UsageError, UserError
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, Finding, StepRecord
 from raydist.report.text import size
@@ -214,6 +214,22 @@ def test_a_wrong_job_is_an_error_here(tmp_path: Path) -> None:
     ):
         with pytest.raises(SpecError, match=text):
             raydist.train(spec, set=given, storage=str(tmp_path))
+    own = {
+        "data": {"source": str(tmp_path / "text")},
+        "train": {"steps": 1},
+        "cluster": {"workers": 2},
+        "eval": {"every": None},
+    }
+    (tmp_path / "text").write_text("a line of text\n" * 200)
+    for name, pipeline, text in (
+        ("row", {"chunks": 3}, r"6 stages \(pipeline x chunks\), and the model has 4 blocks"),
+        ("Own", {}, r"Own has no stage\(first, last\)"),
+    ):
+        model = {"name": f"tests.ownmodels:{name}", "layers": 2, "context": 8}
+        mesh = {"pipeline": 2, **pipeline}
+        with pytest.raises(UserError, match=text):
+            raydist.train({**own, "model": model, "parallel": mesh, "name": "own"}, storage=str(tmp_path))
+        assert not (tmp_path / "own").exists()
     for options, text in (
         ({"dashboard": True, "wait": False}, "dashboard=True with wait=False"),
         ({"until": 0}, "until=0: is not a number of at least 1"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from raydist.bench import nccl
 from raydist.bench.predict import predict, ring, torus_2d
 from raydist.worker.comm.buckets.model import AlphaBeta
 
@@ -35,6 +38,28 @@ def test_what_each_is_for() -> None:
     assert tiny["ring"] == pytest.approx(126e-5, rel=1e-3)
     assert huge["ring"] < huge["tree"] / 5
     assert huge["torus_2d"] < huge["ring"]
+
+
+def test_what_nccl_should_take() -> None:
+    """Against figures by hand. Trees and LL for small arrays on many nodes, a ring and Simple for large ones; within a node a ring
+    for small ones, too. Only measured sums of fp32 count."""
+    times = nccl.predict(0, 32, 4, 1e11)
+    assert times["Tree", "LL"] == pytest.approx(6.8e-6 + 14 * 0.6e-6 + 4 * 5e-6)
+    assert times["Ring", "LL"] == pytest.approx(6.6e-6 + 56 * 0.6e-6 + 6 * 2.7e-6)
+    assert nccl.predict(1e9, 32, 4, 1e11)["Ring", "Simple"] == pytest.approx(62 / 32 / 100, rel=0.05)
+
+    def row(op: str, size: int) -> dict[str, Any]:
+        return {"op": op, "type": "fp32", "size": size, "busbw": min(1e11, 1e6 * size), "median": 1.0}
+
+    rows = [row("all_reduce", 2**10), row("all_gather", 2**10), row("all_reduce", 2**30)]
+    for nodes, small in ((4, ("Tree", "LL")), (1, ("Ring", "LL"))):
+        made = nccl.expected(rows, 32, nodes)
+        assert [(r["size"], r["algorithm"], r["protocol"]) for r in made] == [
+            (2**10, *small),
+            (2**30, "Ring", "Simple"),
+        ]
+        assert made[1]["measured"] == 1.0
+    assert nccl.expected(rows[1:2], 32, 4) == []
 
 
 def test_a_torus_of_one_row_is_a_ring() -> None:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from raydist.cli.main import main
+from raydist.data import documents
 from tests.stderr import without_stages
 
 NOWHERE = "http://127.0.0.1:1"
@@ -59,6 +60,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "cluster": {"resources": {"nodes": 1, "cpus": 4, "gpus": 0, "memory_gib": 8}},
             }
         ),
+        "aliases.yaml": "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)),
+        "zero_parent.yaml": "extends: /dev/zero\n",
+        **{f"chain{i}.yaml": f"extends: chain{i + 1}.yaml\n" for i in range(30)},
+        "large.yaml": "name: j\n#" + "x" * 10_000_000,
+        "list_key.yaml": "? [1, 2]\n: 3\n",
+        "number_key.yaml": "name: j\n7: 3\n",
+        "digits.yaml": f"name: j\ntrain: {{steps: {'9' * 5000}}}\n",
+        "endless.jsonl": '{"text": "' + "x" * (5 << 20),
+        "digits.json": f'{{"train_batch_size": {"9" * 5000}}}',
         "slow_data.yaml": "- {fault: slow_data, rank: 0, step: 1, seconds: 1}\n",
         "ok.py": "pass\n",
         "bad_import.py": "raise RuntimeError('at import')\n",
@@ -77,6 +87,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 JOB_FILES = {
     "nosuch.yaml": "no such file", "syntax.yaml": "not valid YAML", "empty.yaml": "holds NoneType", "binary.yaml": "cannot be read",
     "zero.yaml": "not valid YAML", "list.yaml": "holds list", "dir.yaml": "Is a directory",
+}  # fmt: skip
+HOSTILE = {
+    "aliases.yaml": "its aliases expand to more than 4 MiB, the limit", "zero_parent.yaml": "is not a regular file",
+    "chain0.yaml": "a chain of more than 20 files, the limit", "large.yaml": "has more than 1 MiB, the limit",
+    "list_key.yaml": "is no text: put it in quotes", "number_key.yaml": "the key 7 is no text: put it in quotes",
+    "digits.yaml": "an integer of 5000 digits: the limit is 100",
 }  # fmt: skip
 SOURCES = {
     "nosuch": "no such file", "'no*.txt'": "no match", "''": "a source has no name", "empty.txt": "is empty",
@@ -98,6 +114,19 @@ COMMANDS = {
     **{f"bench comm {name}": JOB_FILES[name] for name in ("nosuch.yaml", "dir.yaml")},
     **{f"data prepare {name} --out made": says for name, says in SOURCES.items()},
     "train deep.yaml": "nested too deeply",
+    **{f"{command} {name}": says for command in ("train", "plan") for name, says in HOSTILE.items()},
+    **{f"sweep {name}": HOSTILE[name] for name in HOSTILE if name not in ("zero_parent.yaml", "chain0.yaml")},
+    "convert deepspeed digits.json": "an integer of 5000 digits: the limit is 100",
+    "data prepare endless.jsonl --out made": "endless.jsonl: line 1: a line of more than 4 MiB",
+    "plan job.yaml --set model.layers=1000000": "model.layers: 1000000",
+    "plan job.yaml --set train.global_batch=1000000000000000": "train.global_batch: 1000000000000000",
+    f"train job.yaml --set train.steps={'9' * 5000}": "is not YAML; quote it",
+    f"train job.yaml --set {'x' * 5000}=1": "xxx",
+    "train job.yaml --set 'observe.exporters=[os:getcwd]'": "observe.exporters: os:getcwd: is not an exporter",
+    "sample nosuch --temperature inf": "--temperature",
+    "sample nosuch --temperature nan": "--temperature",
+    f"sample nosuch --seed {1 << 64}": "--seed",
+    "bench comm --max-bytes 99999999TiB": "give at most 64GiB, the limit",
     "train one.yaml": "its 0 held-out documents make no sample",
     "train circle.yaml": "goes round in a circle",
     "train grid.yaml": "raydist sweep grid.yaml",
@@ -213,6 +242,7 @@ def test_a_mistake_is_one_clear_error(
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(documents, "LONGEST_LINE", 4 << 20)
     monkeypatch.setenv("RAYDIST_STORAGE", str(tmp_path / "runs"))
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "")

@@ -73,6 +73,14 @@ def told(n: int) -> dict[str, Any]:
             "predicted": {"tree": 0.02, "ring": 0.005},
         },
         "bucket": {"bucket_mb": 2.0, "because": "2 MiB: it is faster"},
+        "nccl": [
+            {"size": size, "algorithm": algorithm, "protocol": protocol, "seconds": 1e-5, "measured": measured}
+            for size, algorithm, protocol, measured in (
+                (2**10, "Tree", "LL", 1e-5),
+                (2**14, "Tree", "LL", 5e-5),
+                (2**26, "Ring", "Simple", 2e-5),
+            )
+        ],
     }
 
 
@@ -93,3 +101,5 @@ def test_shown_whole_on_a_narrow_pipe() -> None:
     assert text.index("ring") < text.index("tree") < text.index("measured")
     assert "for 2 MiB of it" in text
     assert "would choose 2 MiB: it is faster" in text
+    assert "  Tree, LL       for 1,024 to 16,384 bytes on 2 nodes\n  Ring, Simple   for 67,108,864" in text
+    assert "16,384 bytes took 5.0 times as long as expected: compare with NCCL_ALGO=Tree raydist bench" in text

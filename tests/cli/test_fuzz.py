@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from raydist.checkpoint.manifest import canonical
 from raydist.cli.main import main
 from raydist.data import prepare
+from raydist.data.index import INDEX, TOKENIZER, block_hashes
 from raydist.faults import note
 from raydist.launch import standalone
 from raydist.run.directory import RunDir
@@ -180,6 +181,46 @@ def of_manifest(data: bytes, draw: Callable[[Any], Any]) -> bytes:
     return b"{}"
 
 
+def of_index(data: bytes, draw: Callable[[Any], Any]) -> bytes:
+    """With its own hash right again."""
+    return sealed(changed(json.loads(data), draw))
+
+
+def sealed(index: Any) -> bytes:
+    """The index.json of these values, with its hash and its fingerprint."""
+    with contextlib.suppress(KeyError, TypeError, AttributeError):
+        hashes = [[shard["hash"] for shard in index[split]["shards"]] for split in ("train", "eval")]
+        token = index["tokenizer"]
+        facts = json.dumps([hashes, token["hash"], token["vocab_size"], token["end"]])
+        index["fingerprint"] = xxhash.xxh3_128_hexdigest(facts.encode())
+    if isinstance(index, dict):
+        index.pop("hash", None)
+        index["hash"] = xxhash.xxh3_128_hexdigest(json.dumps(index, sort_keys=True).encode())
+    return json.dumps(index).encode()
+
+
+def signed(index: bytes, name: str, content: bytes) -> bytes:
+    """The index.json of a dataset whose file `name` has that content."""
+    made, whole = json.loads(index), xxhash.xxh3_128_hexdigest(content)
+    if name == TOKENIZER:
+        made["tokenizer"]["hash"] = whole
+    for split in (made["train"], made["eval"]):
+        for file in (*split["shards"], split["ends"]):
+            if file["file"] == name:
+                file |= {"hash": whole, "bytes": len(content)}
+                file |= {"blocks": block_hashes(memoryview(content))} if "blocks" in file else {}
+    return sealed(made)
+
+
+def of_tokens(data: bytes, draw: Callable[[Any], Any]) -> bytes:
+    """A shard, or the ends of documents, with other numbers: what the file is does not change."""
+    numbers = bytearray(data)
+    for _ in range(draw(st.integers(1, 8))):
+        at = draw(st.integers(0, len(numbers) - 1))
+        numbers[at] = draw(st.sampled_from([0, 1, 127, 128, 255]))
+    return bytes(numbers)
+
+
 def of_lines(data: bytes, draw: Callable[[Any], Any]) -> bytes:
     lines = data.splitlines(keepends=True)
     at = draw(st.integers(0, len(lines) - 1))
@@ -204,6 +245,7 @@ EXPORTS = [["checkpoint", "export", "run", "--out", "exported"], CHECKPOINTS[2]]
 JOBS = [["plan", "job.yaml", "--vocab", "16"], ["doctor", "job.yaml"], ["deploy", "slurm", "job.yaml"]]
 SWEPT = [["sweep", "results", "sweep"], ["sweep", "best", "sweep"], ["sweep", "report", "sweep"]]
 DATA = [["data", "show", "data"], ["data", "verify", "data"], ["data", "show", "data", "--document", "0"]]
+BATCH = ["data", "show", "data", "--job", "job.yaml", "--step", "1"]
 FILES: dict[str, tuple[str, Callable[..., bytes], list[list[str]], int]] = {
     "job": ("job.yaml", of_yaml, JOBS, 8),
     "spec": ("runs/run/spec.yaml", of_yaml, [*RUN, *CHECKPOINTS[1:], *EXPORTS], 4),
@@ -220,9 +262,13 @@ FILES: dict[str, tuple[str, Callable[..., bytes], list[list[str]], int]] = {
     "swept": ("runs/sweep/sweep.yaml", of_yaml, SWEPT[:1], 4),
     "cells": ("runs/sweep/cells.jsonl", of_lines, SWEPT[:2], 6),
     "log": ("runs/sweep/events/*.jsonl", of_lines, SWEPT, 6),
-    "index": ("data/index.json", of_json, DATA[:2], 8),
+    "index": ("data/index.json", of_json, DATA[:2], 2),
+    "sealed index": ("data/index.json", of_index, DATA, 24),
     "tokens": ("data/train-000000-000.arrow", cut, DATA[1:], 4),
     "tokenizer": ("data/tokenizer.json", of_json, DATA, 4),
+    "signed tokens": ("data/train-000000-000.arrow", of_tokens, [*DATA, BATCH], 12),
+    "signed ends": ("data/train-ends.bin", of_tokens, DATA, 8),
+    "signed tokenizer": ("data/tokenizer.json", of_json, DATA, 8),
 }  # fmt: skip
 
 
@@ -232,6 +278,7 @@ def test_no_file_breaks_a_command(folder: Path, monkeypatch: pytest.MonkeyPatch,
     name, change, commands, few = FILES[kind]
     path = sorted(folder.glob(name))[0]
     original = (folder / "original" / path.relative_to(folder)).read_bytes()
+    index, whole = folder / "data" / INDEX, (folder / "original" / "data" / INDEX).read_bytes()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("RAYDIST_STORAGE", str(folder / "runs"))
     monkeypatch.setenv("RAYDIST_CACHE", str(folder / "cache"))
@@ -247,10 +294,13 @@ def test_no_file_breaks_a_command(folder: Path, monkeypatch: pytest.MonkeyPatch,
         broken = way(original, data.draw)
         command = data.draw(st.sampled_from(commands))
         path.write_bytes(broken)
+        if kind.startswith("signed"):
+            index.write_bytes(signed(whole, path.name, broken))
         try:
             code, out, err = call(command)
         finally:
             path.write_bytes(original)
+            index.write_bytes(whole)
             shutil.rmtree("exported", ignore_errors=True)
         told = f"{command}: {code}\n{broken[-2000:]!r}\n{out}\n{err}"
         assert code in (0, 2, 3), told

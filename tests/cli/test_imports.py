@@ -79,10 +79,18 @@ def test_commands_that_only_read_are_not_trusted() -> None:
         "sweep report",
         "doctor",
     ]
+    reading += ["doctor --storage y.yaml", "doctor --like=y.yaml", "doctor --set y.yaml --json", "doctor --nosuch.yaml"]
     assert [words for words in reading if _trusted([*words.split(), "x"])] == []
-    assert all(
-        map(_trusted, (["data", "prepare", "x"], ["sweep", "x"], ["doctor", "x.yaml"], ["show", "x", "--trust"]))
+    assert not any(map(_trusted, (["doctor", "x", "--storage", "y.yaml"], ["doctor", "--like", "y.yaml"], ["doctor"])))
+    trusted = (
+        "data prepare x",
+        "sweep x",
+        "doctor x.yaml",
+        "doctor --json x.yml",
+        "doctor --storage y x.yaml",
+        "show x --trust",
     )
+    assert all(_trusted(words.split()) for words in trusted)
 
 
 def test_a_job_imports_the_users_code_after_the_installed_packages(planted: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
 from raydist import errors
 from raydist.cli import main as cli
@@ -40,6 +42,18 @@ def test_help_is_light() -> None:
         "report",
     ):
         assert f" {command} " in done.stdout
+
+
+def test_only_the_command_that_is_called_is_made() -> None:
+    """By its name: it has the parameters that it has beside all others. Any other first word gets the whole command line."""
+    whole: Any = typer.main.get_command(cli.app)
+    for name, command in whole.commands.items():
+        (found,) = cli._command(name).commands.items()
+        assert found[0] == name
+        assert [(p.name, p.opts) for p in found[1].params] == [(p.name, p.opts) for p in command.params]
+        assert [*getattr(found[1], "commands", {})] == [*getattr(command, "commands", {})]
+    for first in ("", "--help", "trian"):
+        assert [*cli._command(first).commands] == [*whole.commands]
 
 
 @pytest.mark.parametrize(

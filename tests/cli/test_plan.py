@@ -181,7 +181,7 @@ def test_the_table_shows_all_of_it(small: Path) -> None:
     """One row per strategy, complete even on a narrow terminal; the recommended strategy, and the options that set it."""
     out = call(small, "--gpus", "4", "--memory", "2GiB", "--set", "parallel.strategy=zero3").splitlines()
     assert out[0].endswith("small.yaml: gpt, 35 k parameters, 2 blocks")
-    assert out[1] == "4 GPUs; 2.0 GiB each, 0.9 usable (an option asks for GPUs)"
+    assert out[1] == "4 GPUs; 2.0 GiB each, 0.9 usable (an option sets GPUs)"
     assert out[2].startswith("1 micro-batch of 2 x 16 tokens per step and rank; fp32; checkpoint_activations: none")
     assert out[3].split()[0] == "MiB"
     rows = [line.split() for line in out[4:9]]

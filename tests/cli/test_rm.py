@@ -27,7 +27,7 @@ def home(tmp_path: Path) -> Path:
     for name in ("a", "b"):
         run = RunDir(home / name)
         DriverLease(run).release()
-        run.storage.write(SPEC, b"checkpoint: {replicas: [/elsewhere]}\n")
+        run.storage.write(SPEC, b'checkpoint: {replicas: ["/else\\e[31mwhere"]}\n')
         run.storage.write(
             "state.json", b'{"status": "finished", "heartbeat_at": 0, "driver": {"host": "h", "pid": 1}, "step": 3}'
         )

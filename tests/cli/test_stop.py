@@ -148,19 +148,23 @@ def test_nobody_drives_it(run: RunDir, status: str) -> None:
 
 
 def put(run: RunDir, age: float, **changes: Any) -> None:
-    """The lease of a driver on another host."""
-    driver = {"host": "elsewhere", "pid": 77, "pids": "other", "since": time.time() - age}
+    """The lease of a driver on another host, whose name has an escape sequence."""
+    driver = {"host": "else\x1b[31mwhere", "pid": 77, "pids": "other", "since": time.time() - age}
     body = {"driver": driver, "key": "theirs", "renewed_at": time.time() - age, "ended": False, **changes}
     run.storage.write("drivers/000004.json", json.dumps(body).encode())
 
 
-def test_a_dead_driver(run: RunDir) -> None:
-    """Its lease has expired: the message names the driver and how to resume; no request is written."""
-    put(run, LOST_AFTER_S + 10)
+@pytest.mark.parametrize(
+    ("age", "when"), [(LOST_AFTER_S + 10, "40 s ago"), (-86_400.0, "at a time 86400 s ahead of this host's clock")]
+)
+def test_a_dead_driver(run: RunDir, age: float, when: str) -> None:
+    """Its lease has expired, or is of a wrong clock: the message names the driver and how to resume; no request is written."""
+    put(run, age)
     done = call(run.uri)
     assert done.exit_code == 0
     assert (
-        "run a-run is not training: its driver, process 77 on elsewhere, last renewed its lease 40 s ago" in done.stdout
+        f"run a-run is not training: its driver, process 77 on elsewhere, last renewed its lease {when} and is"
+        in done.stdout
     )
     assert "the same command resumes it" in done.stdout
     assert not run.storage.exists("drivers/000004.stop")
@@ -187,7 +191,7 @@ def test_ctrl_c_withdraws_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) 
         done = call(run.uri)
         assert run.storage.exists("drivers/000001.stop")
     assert done.exit_code == 130
-    assert "run a-run still stops" in done.stderr
+    assert "run a-run is still stopping" in done.stderr
 
 
 @pytest.fixture

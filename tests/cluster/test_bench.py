@@ -79,7 +79,8 @@ def test_a_failure_is_told(session: Session) -> None:
 def test_the_command(tmp_path: Path) -> None:
     """A job's links, gradients and buckets as one object on stdout; all received numbers are correct."""
     (tmp_path / "job.yaml").write_text(JOB)
-    asked = ["bench", "comm", "job.yaml", "--max-bytes", "64KiB", "--min-bytes", "16KiB", "--iters", "3", "--json"]
+    sizes = ["--max-bytes", "64KiB", "--min-bytes", "16KiB", "--iters", "3"]
+    asked = ["bench", "comm", "job.yaml", *sizes, "--set", "comm={compress: auto, topology: auto}", "--json"]
     done = forked.run(["raydist", *asked], os.environ, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -97,3 +98,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert told["gradients"]["measured"] > 0
     assert told["bucket"]["bucket_mb"] is None  # a quarter of a MiB: too small for several buckets
     assert told["bucket"]["because"].startswith("torch's")
+    assert told["nccl"] is None

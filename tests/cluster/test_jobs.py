@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.server
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,15 @@ def test_a_cluster_whose_agent_is_not_up_yet(monkeypatch: pytest.MonkeyPatch, da
         ClusterUnreachable, match=r"has had no agent that starts jobs for 0\.1 s\s*see dashboard_agent.log"
     ):
         jobs.submit(dashboard.url, "true", archive, {})
+
+
+def test_control_characters_of_a_jobs_log_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """A job prints what its ranks and files contain; escape sequences that are cut between two messages do nothing either."""
+
+    class Client:
+        async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+            for lines in ("\x1b]0;title\x07step 1\n", "\x1b[31mred\x1b", "[2J\u202e\x9b7m\n"):
+                yield lines
+
+    asyncio.run(jobs._follow(Client(), "job"))
+    assert capsys.readouterr().err == "step 1\nred[2J\n"

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from raydist.cluster.nodes import Node, room
+from raydist.cluster.nodes import Node, assigned, room
 from raydist.cluster.run.recovery import SETTLE_S, Proceed, Stop, Wait, resize
 from raydist.spec.models import RecoverySpec
+from raydist.spec.parallel import ParallelSpec
 
 NODES = [
     Node("a", {"CPU": 8.0, "GPU": 4.0}),
@@ -39,6 +40,36 @@ def test_room_for_ranks_that_must_be_on_one_node() -> None:
     assert room(NODES, each, {}, together=2) == 4 + 2
     assert room(NODES, each, {"b": 1, "c": 3}, together=2) == 4 + 4 + 2
     assert room(NODES, each, {}, together=4) == 4
+
+
+def test_nodes_of_ranks_that_must_be_on_one() -> None:
+    """The fewest nodes, each with whole tensor groups only, for as many workers as `room` counts; none if not all have room."""
+    each = {"CPU": 1.0, "GPU": 1.0}
+    three = [Node("x", {"CPU": 3.0, "GPU": 4.0}), Node("y", {"CPU": 3.0, "GPU": 4.0})]
+    assert assigned(three, each, {}, [], 2, 4) == ["x", "x", "y", "y"]
+    assert assigned(three, each, {}, ["x"], 2, 4) == []
+    assert assigned(NODES, each, {"b": 1}, [], 2, 6) == ["a"] * 4 + ["b"] * 2
+    assert assigned(NODES, each, {"b": 3}, [], 2, 2) == ["b"] * 2
+    assert assigned(NODES, each, {"b": 1}, [], 2, 10) == []
+    assert len(assigned(NODES, each, {}, [], 2, room(NODES, each, {}, together=2))) == 6
+
+
+@pytest.mark.parametrize(
+    ("mesh", "unit"),
+    [
+        ({}, 1),
+        ({"tensor": 2}, 2),
+        ({"pipeline": 2, "chunks": 2}, 2),
+        ({"context": 2, "pipeline": 2}, 4),
+        ({"expert": 4}, 4),
+        ({"tensor": 2, "expert": 4}, 4),
+        ({"tensor": 2, "expert": 2}, 2),
+        ({"pipeline": 2, "expert": 4}, 8),
+    ],
+)
+def test_a_run_has_whole_replicas_and_sets_of_experts(mesh: dict[str, int], unit: int) -> None:
+    """Of any number of workers, as many as make these."""
+    assert [ParallelSpec(**mesh).whole(n) for n in range(20)] == [n - n % unit for n in range(20)]
 
 
 ALL = "the number of workers is fixed"

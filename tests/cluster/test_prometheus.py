@@ -22,7 +22,7 @@ from raydist.cluster.session import open_session
 from raydist.observe.exporters import prometheus
 from raydist.observe.monitor_actor import start_monitor
 from raydist.records import Event, StepRecord
-from raydist.run.directory import RunDir
+from raydist.run.directory import RunDir, begin_attempt
 from raydist.run.log import read_events
 from raydist.run.telemetry_schema import OPS, PHASES
 from tests import needs
@@ -120,6 +120,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
     needs.require("prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
     run = RunDir(folder / "a-run")
+    begin_attempt(run, 1)
     env = {"RAY_metrics_report_interval_ms": "1000"}
     root = str(Path(__file__).parents[2])
     with open_session("local", env=env, log_dir=folder / "logs", python_path=[root], metrics_port=0):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from raydist.cluster.run.head_outage import HeadOutage
+from raydist.cluster.run.monitor_client import MonitorClient
 from raydist.cluster.run.stop_request import StopRequest
 from raydist.cluster.run.supervisor import Supervisor
 from raydist.run.directory import RunDir
@@ -61,6 +62,12 @@ def test_stop_requests_add_up() -> None:
     assert stop_request.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGINT)
     assert stop_request.cancelled
     assert stop_request.command() == "stop"
+
+
+def test_no_call_waits_for_a_monitor_that_is_lost() -> None:
+    """Neither for its answer nor for an error of Ray."""
+    actor = SimpleNamespace(snapshot=SimpleNamespace(remote=lambda seen: object()))
+    assert MonitorClient(actor, lost=lambda: True).snapshot(0) is None
 
 
 def test_a_silent_head(tmp_path: Path) -> None:

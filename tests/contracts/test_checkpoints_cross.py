@@ -128,24 +128,35 @@ def test_every_strategy_goes_on_from_every_other(ranks: Any, tmp_path: Path) -> 
     check(ranks, tmp_path, savers, [(job(names[0]), 1), *two, *(saver for saver in savers if saver not in two)])
 
 
-MESHES = [
-    ("zero3", 1, 2),
-    ("ddp", 2, 2),
-    ("zero2", 2, 4),
-    ("zero3", 2, 4),
-    ("ddp", 4, 4),
+TWO_STAGES = {"pipeline": 2}
+MESHES: list[tuple[str, int, dict[str, int], int]] = [
+    ("zero3", 1, {}, 2),
+    ("ddp", 2, {}, 2),
+    ("zero2", 2, {}, 4),
+    ("zero3", 2, {}, 4),
+    ("ddp", 4, {}, 4),
+    ("ddp", 2, TWO_STAGES, 4),
+    ("zero1", 1, {**TWO_STAGES, "chunks": 2}, 4),
 ]
-"""(strategy, tensor parallel ranks, all ranks) that load."""
+"""(strategy, tensor parallel ranks, other axes, all ranks) that load."""
 
 
 def test_every_mesh_goes_on_from_every_other(ranks: Any, tmp_path: Path) -> None:
-    """Tensor parallel or not, with tied embeddings and a vocabulary that no mesh divides."""
-    model = {**MODEL, "heads": 4, "qk_norm": True}
+    """Tensor parallel, in stages, in interleaved ones, or none of it, with embeddings tied (also of the first and the last stage)
+    and a vocabulary that no mesh divides."""
+    model = {**MODEL, "layers": 4, "heads": 4, "qk_norm": True}
 
-    def meshes(*of: tuple[str, int, int]) -> Meshes:
-        return [(mesh_job(strategy, tensor, model), world) for strategy, tensor, world in of]
+    def meshes(*of: tuple[str, int, dict[str, int], int]) -> Meshes:
+        return [(mesh_job(strategy, tensor, model, others), world) for strategy, tensor, others, world in of]
 
-    check(ranks, tmp_path, meshes(("zero1", 2, 4), ("zero3", 2, 4), ("zero2", 1, 2)), meshes(*MESHES))
+    savers = meshes(
+        ("zero1", 2, {}, 4),
+        ("zero3", 2, {}, 4),
+        ("zero2", 1, {}, 2),
+        ("zero3", 2, TWO_STAGES, 4),
+        ("ddp", 1, {**TWO_STAGES, "chunks": 2}, 2),
+    )
+    check(ranks, tmp_path, savers, meshes(*MESHES))
 
 
 SPARSE = {"name": "tests.sparse:build", "layers": 3, "width": 16, "heads": 2, "context": CONTEXT, "tie_embeddings": False,

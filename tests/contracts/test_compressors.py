@@ -18,14 +18,13 @@ from torch import Tensor
 from raydist import registry
 from raydist.checkpoint import manifest
 from raydist.errors import SpecError, UserError
-from raydist.extension_plans import strategy_plan
+from raydist.extension_plans import CompressorPlan, strategy_plan
 from raydist.faults import Kill
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec, load
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.comm import compressors
-from raydist.worker.comm.compression.reducer import reducers_of
 from raydist.worker.comm.compression.state import NAME
 from raydist.worker.comm.compressors import Rows, Sums
 from raydist.worker.comm.json_gather import gather_json
@@ -83,7 +82,7 @@ def stepped(rank: Rank, variant: str, names: Sequence[str], **more: Any) -> Any:
             for n, t in trainer.compression.state_tensors().items()
             if n[0] == "l"
         }
-        (reducer,) = reducers_of(trainer.strategy)
+        (reducer,) = trainer.strategy.reducers()
         pieces = [(list(p.shapes), p.packed, p.size) for p in reducer.pieces]
         found[name] = steps, left, pieces, trainer.compression.last
     return found
@@ -356,8 +355,13 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     ranks: Any, dataset: str, tmp_path: Path, strategy: str, name: str, mesh: dict[str, int], world: int
 ) -> None:
     """SIGKILL of rank 1 in step 4, between the gradients and the update: the run goes on from the checkpoint of step 3, and ends
-    with the bits of an undisturbed one. What each step sent and left is in its record."""
-    sections = {"comm": comm(name)}
+    with the bits of an undisturbed one. What each step sent and left is in its record. Replicas and gradients are compared in each
+    step, and equal; the noise scale is measured."""
+    sections = {
+        "comm": comm(name),
+        "train": {"check_replicas": 1, "check_gradients": 1},
+        "observe": {"grad_noise": 2},
+    }
     undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy, sections=sections, **mesh)
     assert undisturbed.train(world) == "finished"
     killed = Run(ranks, dataset, tmp_path / "killed", strategy, sections=sections, **mesh)
@@ -366,6 +370,8 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     assert [e["step"] for e in killed.told("resumed")] == [3]
     assert not [e for e in killed.told("note") if "extra state" in e["text"]]
     assert_same(killed, undisturbed)
+    assert not killed.told("replica_drift")
+    assert not killed.told("gradients")
     for one, other in zip(killed.rows(), undisturbed.rows(), strict=True):
         assert one["residual_norm"] == pytest.approx(other["residual_norm"], rel=1e-9)
         assert 0 < one["compression_error"] < 1
@@ -413,18 +419,29 @@ def loaded(rank: Rank, variant: str, name: str, folder: str) -> Any:
     return kept(trainer, "left"), kept(trainer, "shared")
 
 
-@pytest.mark.parametrize("memory", [False, True])
-@pytest.mark.parametrize(("variant", "name"), [("ddp", "int8"), ("zero2", "powersgd")])
+@pytest.mark.parametrize(
+    ("variant", "name", "memory", "first", "then"),
+    [
+        ("ddp", "int8", False, 2, (2, 3, 4)),
+        ("ddp", "int8", True, 2, (2,)),
+        ("ddp", "int8", False, 3, (2,)),
+        ("zero1", "int8", False, 3, (2,)),
+        ("zero2", "powersgd", False, 2, (2, 3, 4)),
+        ("zero2", "powersgd", True, 2, (2,)),
+        ("zero3", "powersgd", False, 3, (2,)),
+    ],
+)
 def test_what_is_left_is_summed_at_another_number_of_ranks(
-    ranks: Any, tmp_path: Path, variant: str, name: str, memory: bool
+    ranks: Any, tmp_path: Path, variant: str, name: str, memory: bool, first: int, then: tuple[int, ...]
 ) -> None:
-    """From storage and from memory, 2 ranks to 2: each its own, to the bit. 2 ranks to 3 and to 4: the sum over the ranks, to the
-    bit, in stretches; what all ranks had alike is on all."""
+    """From storage and from memory, to as many ranks: each its own, to the bit. To more and to fewer: the sum over the ranks, to
+    the bit, in stretches; what all ranks had alike is on all."""
     folder = str(tmp_path)
-    before = run(ranks, saved, 2, variant, name, folder, memory)
-    for one, other in zip(before, run(ranks, loaded, 2, variant, name, folder), strict=True):
-        assert all(torch.equal(one[kind][n], other[kind][n]) for kind in (0, 1) for n in one[kind])
-    for world in () if memory else (3, 4):
+    before = run(ranks, saved, first, variant, name, folder, memory)
+    if first in then:
+        for one, other in zip(before, run(ranks, loaded, first, variant, name, folder), strict=True):
+            assert all(torch.equal(one[kind][n], other[kind][n]) for kind in (0, 1) for n in one[kind])
+    for world in (world for world in then if world != first):
         after = run(ranks, loaded, world, variant, name, folder)
         total = added([left for left, _ in before])
         assert all(float(t.abs().max()) > 0 for n, t in total.items() if "norm" not in n)
@@ -506,6 +523,10 @@ def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
     assert not torch.isfinite(total).all()
 
 
+PLAN = CompressorPlan(feedback=True, outer=True)
+"""Of `Wide`."""
+
+
 class Wide(Rows):
     """As the compressor of a node with another version: rank 1 sends one byte more."""
 
@@ -523,8 +544,8 @@ class Wide(Rows):
     decode = encode
 
 
-def disagreeing(rank: Rank) -> Any:
-    made_here = job("ddp", comm={"compress": "tests.contracts.test_compressors:Wide"})
+def disagreeing(rank: Rank, more: dict[str, Any]) -> Any:
+    made_here = job("ddp", comm={"compress": "tests.contracts.test_compressors:Wide", **more})
     try:
         Trainer(rank, made_here, full=N * CONTEXT)
     except UserError as error:
@@ -532,10 +553,11 @@ def disagreeing(rank: Rank) -> Any:
     return gather_json("nothing raised", rank.control)
 
 
-def test_nodes_that_disagree(ranks: Any) -> None:
-    """One error on every rank, before anything is sent, that names the ranks."""
+@pytest.mark.parametrize("more", [{}, {"every": 2}])
+def test_nodes_that_disagree(ranks: Any, more: dict[str, Any]) -> None:
+    """One error on every rank, before anything is sent, that names the ranks: of gradients, and of outer ones."""
     message = "comm.compress: rank 1 would send other gradients than rank 0"
-    assert run(ranks, disagreeing, 2) == [message] * 2
+    assert run(ranks, disagreeing, 2, more) == [message] * 2
 
 
 def too_low(rank: Rank) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,12 +118,21 @@ def test_with_tensor_and_pipeline(ranks: Any, strategy: str, tensor: int, pipeli
         compare(got, right)
 
 
-@pytest.mark.parametrize(("strategy", "expert", "tensor"), [("ddp", 1, 1), ("zero2", 4, 1), ("zero1", 2, 2)])
-def test_with_experts(ranks: Any, strategy: str, expert: int, tensor: int) -> None:
-    """dp 2 x context 2 with whole experts and with a quarter on each rank; context 2 x tensor 2 with half of them. The balance loss
-    is that of whole sequences."""
+@pytest.mark.parametrize(
+    ("strategy", "expert", "tensor", "pipeline", "world"),
+    [
+        ("ddp", 1, 1, 1, 4),
+        ("zero2", 4, 1, 1, 4),
+        ("zero1", 2, 2, 1, 4),
+        ("zero2", 2, 1, 1, 2),
+        ("zero1", 2, 1, 2, 4),
+    ],
+)
+def test_with_experts(ranks: Any, strategy: str, expert: int, tensor: int, pipeline: int, world: int) -> None:
+    """dp 2 x context 2 with whole experts and with a quarter on each rank; context 2 x tensor 2, context 2 alone, and pipeline 2 x
+    context 2 with half of them. The balance loss is that of whole sequences."""
     right = train(alone(), job("ddp", SPARSE))
-    for got in run(ranks, train, 4, mesh(strategy, 2, SPARSE, tensor, expert=expert)):
+    for got in run(ranks, train, world, mesh(strategy, 2, SPARSE, tensor, pipeline, expert)):
         compare(got, right)
 
 
@@ -163,13 +173,16 @@ def test_packed_documents(ranks: Any, model: str) -> None:
         ("zero1", {"precision": FP16}, 5e-3, 2e-2),
         ("ddp", {"optim": {"name": "muon", "lr": 1e-2}}, 1e-4, 1e-6),
         ("zero1", {"offload": {"optimizer": "cpu"}}, 1e-6, 1e-6),
+        ("zero2", {"offload": {"optimizer": "nvme"}, "train": {"checkpoint_activations": "selective"}}, 1e-6, 1e-6),
         ("zero3", {"offload": {"parameters": "cpu"}}, 1e-6, 1e-6),
     ],
 )
 def test_with_formats_and_offload(
-    ranks: Any, strategy: str, sections: dict[str, Any], loss: float, norm: float
+    ranks: Any, tmp_path: Path, strategy: str, sections: dict[str, Any], loss: float, norm: float
 ) -> None:
     """Context 2 stays near one process in the same format, and with an optimizer of whole matrices."""
+    if "offload" in sections:
+        sections = {**sections, "offload": {**sections["offload"], "path": str(tmp_path)}}
     right = train(alone(), job("ddp", WIDE, **{k: v for k, v in sections.items() if k != "offload"}))
     for reports, _, _, _, held_out in run(ranks, train, 2, mesh(strategy, 2, **sections)):
         assert [r.loss for r in reports] == pytest.approx([r.loss for r in right[0]], rel=loss)

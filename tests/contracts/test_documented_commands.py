@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -24,11 +25,17 @@ def commands(page: Path) -> list[str]:
     return [re.split(r" {2,}|\s#", line)[0].strip() for line in lines]
 
 
+@functools.cache
+def whole() -> Any:
+    """The command line, with all commands."""
+    return typer.main.get_command(app)
+
+
 def problems(command: str) -> list[str]:
     """Options that the sub-command does not have, or the sub-command if it does not exist."""
     words: list[str] = shlex.split(re.sub(r"\[(-[^\]]*)\]", r"\1", command).replace("...", ""))[1:]
     words = words[: words.index("--")] if "--" in words else words  # what follows is a script's own
-    here: Any = typer.main.get_command(app)
+    here = whole()
     while words and hasattr(here, "commands") and not words[0].startswith("-"):
         name = words[0].split("|")[0]
         if name not in here.commands:

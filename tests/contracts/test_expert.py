@@ -6,6 +6,7 @@ Over a minute: every strategy on four ranks, and what goes with it.
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from raydist import registry
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
 from raydist.worker.evaluation import evaluate
+from tests.contracts.test_context import packed
 from tests.contracts.test_tensor import Result, compare
 from tests.training import CONTEXT, GROUPED, Trainer, alone, counted, job, mesh_job, mine, run, samples
 
@@ -92,15 +94,32 @@ def test_each_strategy_on_two_replicas_of_the_experts(ranks: Any, strategy: str)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "expert", "tensor", "pipeline"),
-    [("zero2", 4, 2, 1), ("zero3", 4, 2, 1), ("ddp", 2, 1, 2), ("zero3", 2, 1, 2), ("zero2", 2, 2, 2)],
+    ("strategy", "expert", "tensor", "pipeline", "world"),
+    [
+        ("zero2", 4, 2, 1, 4),
+        ("zero3", 4, 2, 1, 4),
+        ("ddp", 2, 2, 1, 2),
+        ("zero1", 2, 2, 1, 4),
+        ("ddp", 2, 1, 2, 4),
+        ("zero3", 2, 1, 2, 4),
+        ("zero2", 2, 2, 2, 4),
+    ],
 )
 def test_folded_over_replicas_and_tensor_parallel_ranks(
-    ranks: Any, strategy: str, expert: int, tensor: int, pipeline: int
+    ranks: Any, strategy: str, expert: int, tensor: int, pipeline: int, world: int
 ) -> None:
-    """dp 2 x tensor 2 with expert 4; dp 2 x pipeline 2 with expert 2; tensor 2 x pipeline 2 with expert 2."""
+    """dp 2 x tensor 2 with expert 4; tensor 2 with expert 2, alone and on dp 2, where each replica has all experts; dp 2 x
+    pipeline 2 with expert 2; tensor 2 x pipeline 2 with expert 2."""
     spec = mesh(strategy, expert, tensor, pipeline, fields=model(balance=0.1, bias_rate=0.01))
-    check(run(ranks, train, 4, spec), balance=0.1, bias_rate=0.01)
+    check(run(ranks, train, world, spec), balance=0.1, bias_rate=0.01)
+
+
+def test_packed_documents(ranks: Any) -> None:
+    """dp 2 with expert 2: positions and masks are those of the whole sequence, and each token goes to its experts."""
+    right = packed(alone(), job("ddp", SPARSE))
+    for got in run(ranks, packed, 2, mesh("ddp", 2)):
+        for name, value in right.items():
+            assert float((got[name] - value).abs().max() / value.abs().max()) <= 3e-6, name
 
 
 def test_idle_ranks_and_experts(ranks: Any) -> None:
@@ -140,13 +159,16 @@ def test_two_runs_have_the_same_bits(ranks: Any) -> None:
         ("zero3", {"precision": "bf16"}, 1e-2, 5e-2),
         ("zero1", {"precision": {"params": "fp16", "loss_scale": {"initial": 1024}}}, 1e-2, 5e-2),
         ("zero1", {"offload": {"optimizer": "cpu"}}, 1e-6, 1e-6),
+        ("zero2", {"offload": {"optimizer": "nvme"}, "train": {"checkpoint_activations": "selective"}}, 1e-6, 1e-6),
         ("zero3", {"offload": {"parameters": "cpu"}}, 1e-6, 1e-6),
     ],
 )
 def test_with_formats_and_offload(
-    ranks: Any, strategy: str, sections: dict[str, Any], loss: float, norm: float
+    ranks: Any, tmp_path: Path, strategy: str, sections: dict[str, Any], loss: float, norm: float
 ) -> None:
     """dp 2 with expert 2 stays near one process in the same format."""
+    if "offload" in sections:
+        sections = {**sections, "offload": {**sections["offload"], "path": str(tmp_path)}}
     right = train(alone(), job("ddp", SPARSE, **{k: v for k, v in sections.items() if k == "precision"}))
     for (reports, _, _, _, held_out), *_ in run(ranks, train, 2, mesh(strategy, 2, **sections)):
         assert [r.loss for r in reports] == pytest.approx([r.loss for r in right[0][0]], rel=loss)

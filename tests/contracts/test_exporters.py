@@ -15,7 +15,7 @@ from raydist.errors import UserError
 from raydist.observe.exporters import BaseExporter, resolve
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, StepRecord
-from raydist.run.directory import RunDir
+from raydist.run.directory import SPEC, RunDir
 from raydist.run.log import read_events
 
 NAMES = registry.names("exporter")
@@ -57,6 +57,7 @@ def row(step: int, attempt: int) -> dict[str, Any]:
 def test_a_run_that_is_gone_on_with(tmp_path: Path, options: Callable[[str], dict[str, Any]], name: str) -> None:
     """Two drivers, two attempts each, with every kind of data: the exporter accepts it without a note about an error."""
     run = RunDir(tmp_path / "a-run")
+    run.storage.write(SPEC, b"name: a-run\n")
     chosen = resolve([{"name": name, "options": options(name)}], run)
     for first in (1, 3):
         watch = RunMonitor(

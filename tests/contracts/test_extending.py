@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -34,6 +36,7 @@ from raydist.spec import load, parse
 from raydist.spec.load import read_yaml
 from raydist.spec.running import HookSpec
 from raydist.spec.sweep import load_sweep
+from raydist.worker import parallel
 from raydist.worker.distributed import Rank
 from raydist.worker.hooks import BaseHook, HookFacts
 from raydist.worker.run_hooks import RunHooks
@@ -92,6 +95,24 @@ def test_the_job_is_valid(folder: Path) -> None:
     spec = load(folder / "job.yaml")
     assert all(named(kind) in text for kind in registry.FOLDERS if kind not in ("scheduler", "diagnosis"))
     assert named("parallel") in planned(spec)
+
+
+def test_a_strategy_gets_the_defaults_of_what_it_leaves_out() -> None:
+    """The example is not derived from `ParallelStrategy`, and has neither `parts`, `passes`, `messages` nor `reduces_together`."""
+    mesh: Any = None
+    made = parallel.build(parse(yaml.safe_load(FILES["job.yaml"]), source="job.yaml"), mesh)
+    assert not hasattr(type(made), "passes")
+    assert (made.parts, made.messages(), made.reducers(), made.reduces_together()) == (None, [], [], 1)
+    seen: list[int] = []
+    work: Any = SimpleNamespace(
+        trains=True,
+        around=lambda index: nullcontext(),
+        forward=lambda module, index, batch: batch,
+        backward=lambda index, loss: seen.append(loss),
+    )
+    made.module = nn.Identity()
+    made.passes([7, 8], work)  # type: ignore[list-item]
+    assert seen == [7, 8]
 
 
 @pytest.mark.parametrize(

@@ -244,20 +244,24 @@ def saved(rank: Rank, spec: JobSpec, at: int, folder: str, memory: bool) -> Any:
     return there, steps(trainer, at + 1, TOTAL), kept(trainer)
 
 
-def loaded(rank: Rank, spec: JobSpec, at: int, folder: str) -> Any:
-    """Goes on from there; what was loaded, and what is at the end."""
+def loaded(rank: Rank, spec: JobSpec, at: int, folder: str, until: int = TOTAL) -> Any:
+    """Goes on from there; what was loaded, and what is at the end, or after step `until`, which is saved."""
     trainer = Trainer(rank, spec, full=N * CONTEXT)
     state, extra = state_of(trainer)
-    (name,) = RunDir(folder).manifests().values()
-    found = manifest.read(RunDir(folder), at, name)
+    found = manifest.read(RunDir(folder), at, RunDir(folder).manifests()[at])
     tensors, rank_tensors, _ = state.capture()
     got = restore.load(
         RunDir(folder), found, tensors, rank_tensors, group=rank.control, extra=state.extra, joins=state.joins
     )
     state.restore(tensors, rank_tensors, found.plain, restored=got.extra)
     extra.resumed()
-    there = kept(trainer)
-    return there, steps(trainer, at + 1, TOTAL), kept(trainer), got.anew
+    there, reports = kept(trainer), steps(trainer, at + 1, until)
+    if until < TOTAL:
+        saver = saver_of(rank, folder, False)
+        saver.start(until, *state.capture())
+        assert saver.wait()
+        saver.close()
+    return there, reports, kept(trainer), got.anew
 
 
 @pytest.mark.parametrize(
@@ -284,14 +288,34 @@ def test_goes_on_between_outer_steps_and_while_one_is_on_its_way(
             assert all(torch.equal(then[n], now[n]) for n in then)
     apart = before[0][0][0], before[-1][0][0]
     assert not all(torch.equal(apart[0][n], apart[1][n]) for n in apart[0]), "replicas differ at that step"
-    if strategy != "ddp" or memory:
-        return
-    for own, outer, momentum in (there for there, *_ in run(ranks, loaded, 3, spec, at, str(tmp_path))):
+    if strategy == "ddp" and not memory:
+        begins_with_the_mean(run(ranks, loaded, 3, spec, at, str(tmp_path)), [there for there, *_ in before])
+
+
+def begins_with_the_mean(after: Sequence[Any], before: Sequence[Any]) -> None:
+    """Each replica that has loaded has the mean of those that were saved, and the outer weights and the momentum to the bit."""
+    for own, outer, momentum in (there for there, *_ in after):
         for name, value in own.items():
-            mean = (before[0][0][0][name] + before[1][0][0][name]) / 2
+            mean = torch.stack([of[0][name] for of in before]).mean(0)
             torch.testing.assert_close(value, mean, rtol=1e-6, atol=1e-8)
-            assert torch.equal(outer[name], before[0][0][1][name])
-            assert torch.equal(momentum[name], before[0][0][2][name])
+            assert torch.equal(outer[name], before[0][1][name])
+            assert torch.equal(momentum[name], before[0][2][name])
+
+
+@pytest.mark.parametrize("comm", [{"every": 4}, STREAMING])
+def test_a_lost_replica_leaves_and_comes_back(ranks: Any, tmp_path: Path, comm: dict[str, Any]) -> None:
+    """Three replicas, saved at step 3; two go on, and are saved at step 5, after an outer step of these two; then there are three
+    again. The steps that the lost one had trained are in the mean that two begin with, and the one that comes back begins with
+    their newest weights, as all do; in the next outer step it counts. All end with the same weights."""
+    spec, folder = spec_of("ddp", comm), str(tmp_path)
+    three = [there for there, *_ in run(ranks, saved, 3, spec, 3, folder, False)]
+    two = run(ranks, loaded, 2, spec, 3, folder, 5)
+    begins_with_the_mean(two, three)
+    assert not all(torch.equal(two[0][2][1][n], three[0][1][n]) for n in three[0][1]), "they made an outer step"
+    again = run(ranks, loaded, 3, spec, 5, folder)
+    begins_with_the_mean(again, [end for _, _, end, _ in two])
+    ends = [end[0] for _, _, end, _ in again]
+    assert all(torch.equal(end[n], ends[0][n]) for end in ends for n in ends[0])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from raydist.run.directory import SPEC, RunDir
-from raydist.run.driver_process import this_process
+from raydist.run.driver_process import LOST_AFTER_S, this_process
 from raydist.run.lease import DriverLease
 from raydist.run.rank_logs import name as log_name
 from raydist.run.status import write_state
@@ -72,8 +72,9 @@ class Dashboard:
 
 
 def running(run: RunDir, step: int, pid: int | None = None) -> None:
-    """The state of a run whose driver is that process, or this one. Its heartbeat does not become old while the test waits."""
-    state = {"status": "running", "heartbeat_at": time.time() + 86_400, "driver": this_process(pid), "step": step}
+    """The state of a run whose driver is that process, or this one. Its heartbeat becomes old as late as it can."""
+    ahead = time.time() + LOST_AFTER_S - 1  # further ahead, it would be no sign of life
+    state = {"status": "running", "heartbeat_at": ahead, "driver": this_process(pid), "step": step}
     write_state(run, {**state, "attempt": 2, "world_size": 2, "loss": 1.0})
 
 

@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
-from raydist.dashboard.access import Door
+from raydist.dashboard.access import AccessPolicy
 from raydist.dashboard.views import RunView, form, parse
 from raydist.errors import UsageError
 
-DOOR = Door("127.0.0.1", 8275)
+ACCESS = AccessPolicy("127.0.0.1", 8275)
 OWN = {"Host": "127.0.0.1:8275"}
 
 
@@ -34,7 +34,7 @@ OWN = {"Host": "127.0.0.1:8275"}
 )
 def test_a_request_of_this_host_and_page_passes(headers: dict[str, str]) -> None:
     """By number or own name, through a tunnel, from its own page, or by a link."""
-    assert DOOR.refused("GET", headers) is None
+    assert ACCESS.refused("GET", headers) is None
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_request_of_this_host_and_page_passes(headers: dict[str, str]) -> None
 )
 def test_a_request_of_another_site_is_refused(method: str, headers: dict[str, str]) -> None:
     """Other methods, foreign names (DNS rebinding), other origins and ports, images, fetches and frames of other pages."""
-    assert DOOR.refused(method, headers)
+    assert ACCESS.refused(method, headers)
 
 
 @pytest.mark.parametrize(
@@ -69,26 +69,28 @@ def test_a_request_of_another_site_is_refused(method: str, headers: dict[str, st
 )  # fmt: skip
 def test_a_host_is_a_name_or_number_and_a_port(host: str) -> None:
     """Nothing else, although a parser of addresses would find this host's name in it."""
-    assert DOOR.refused("GET", {"Host": host}) == "the name in the address is not one of this host"
+    assert ACCESS.refused("GET", {"Host": host}) == "the name in the address is not one of this host"
 
 
 @pytest.mark.parametrize("body", [{"Content-Length": "1"}, {"Transfer-Encoding": "chunked", "Content-Length": "0"}])
 def test_a_request_with_a_body_is_refused(body: dict[str, str]) -> None:
     """Another request could hide in it; also where actions are allowed, which need none."""
     for method in ("GET", "POST"):
-        refused = Door("127.0.0.1", 8275, acts=True).refused(method, {**OWN, "Origin": "http://127.0.0.1:8275", **body})
+        refused = AccessPolicy("127.0.0.1", 8275, acts=True).refused(
+            method, {**OWN, "Origin": "http://127.0.0.1:8275", **body}
+        )
         assert refused == "requests to this server have no body"
 
 
 def test_the_token_is_random_and_not_shown() -> None:
     """256 bits, another one for each server; it stands in the address and the cookie only."""
-    other = Door("127.0.0.1", 8275)
-    assert other.token != DOOR.token
-    assert len(DOOR.token) >= 43
-    assert DOOR.token not in repr(DOOR)
-    assert DOOR.url().endswith(f"/?token={DOOR.token}")
-    assert [DOOR.knows(one) for one in (DOOR.token, other.token, "", None, "é", "\udce9")] == [True, *[False] * 5]
-    assert DOOR.set_cookie().split("; ")[1:] == ["HttpOnly", "SameSite=Strict", "Path=/"]
+    other = AccessPolicy("127.0.0.1", 8275)
+    assert other.token != ACCESS.token
+    assert len(ACCESS.token) >= 43
+    assert ACCESS.token not in repr(ACCESS)
+    assert ACCESS.url().endswith(f"/?token={ACCESS.token}")
+    assert [ACCESS.knows(one) for one in (ACCESS.token, other.token, "", None, "é", "\udce9")] == [True, *[False] * 5]
+    assert ACCESS.set_cookie().split("; ")[1:] == ["HttpOnly", "SameSite=Strict", "Path=/"]
 
 
 def test_a_view_is_its_address() -> None:

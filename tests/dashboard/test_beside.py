@@ -60,4 +60,4 @@ def test_its_end_is_not_the_run_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with beside(run, notes.append):
         pass
     assert notes[1].startswith("raydist: no dashboard: Cannot assign requested address")
-    assert notes[1].endswith("; training goes on without it")
+    assert notes[1].endswith("; training continues without it")

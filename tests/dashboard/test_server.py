@@ -24,7 +24,7 @@ import pytest
 
 from raydist.cli import main as cli
 from raydist.dashboard import server
-from raydist.dashboard.access import Door, names
+from raydist.dashboard.access import AccessPolicy, names
 from raydist.dashboard.announced import link
 from raydist.dashboard.document import LIBRARY
 from raydist.dashboard.server import STREAMS
@@ -293,8 +293,8 @@ def test_clients_that_send_or_take_nothing_are_given_up(tmp_path: Path, monkeypa
     (tmp_path / "runs").mkdir()
     ended_by, ends = os.pipe()
 
-    def clients(address: tuple[str, int], door: Door) -> None:
-        head = f"GET {LIBRARY} HTTP/1.1\r\nHost: {address[0]}\r\nCookie: {door.cookie}={door.token}\r\n"
+    def clients(address: tuple[str, int], access: AccessPolicy) -> None:
+        head = f"GET {LIBRARY} HTTP/1.1\r\nHost: {address[0]}\r\nCookie: {access.cookie}={access.token}\r\n"
         with ExitStack() as stack:
             stack.callback(os.close, ends)
             for sent in ("", "GET / HT", f"{head}\r\n"):
@@ -318,9 +318,9 @@ def test_clients_that_send_or_take_nothing_are_given_up(tmp_path: Path, monkeypa
     async def serving() -> None:
         with server.listener("127.0.0.1", 0) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            door = Door(*listening.getsockname())
-            thread = threading.Thread(target=clients, args=(listening.getsockname(), door))
-            await server.serve([Storage(tmp_path / "runs")], listening, door, thread.start, until=ended_by)
+            access = AccessPolicy(*listening.getsockname())
+            thread = threading.Thread(target=clients, args=(listening.getsockname(), access))
+            await server.serve([Storage(tmp_path / "runs")], listening, access, thread.start, until=ended_by)
             thread.join()
 
     asyncio.run(serving())

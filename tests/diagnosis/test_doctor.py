@@ -17,7 +17,7 @@ from raydist.diagnosis import Diagnosis, Facts, Former, check_job, examine, rule
 from raydist.diagnosis._symptoms import SYMPTOMS
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, Finding
-from raydist.run.directory import SPEC, RunDir
+from raydist.run.directory import ATTEMPTS, SPEC, RunDir
 from raydist.run.log import read_events
 from raydist.spec import JobSpec
 
@@ -546,6 +546,7 @@ def test_uneven_stages_of_a_pipeline() -> None:
 def test_the_monitor_tells_and_the_folder_has_it(tmp_path: Path) -> None:
     """A finding is an event of the run while it lasts, and `examine` finds the same in the folder alone. Of histograms, which are
     not in the folder, the monitor gives the rules what they need, and `examine` lists what was told."""
+    (tmp_path / ATTEMPTS).mkdir()
     monitor = RunMonitor(str(tmp_path), exporters=[], interval_s=1e9)
     monitor.begin_attempt(1, 4, 0)
     for own in rows(120, hog(50, 90)):

@@ -1,6 +1,6 @@
 """Jobs on a real cluster, started by `ray start --head`: by `raydist submit`, by `ray job submit`, and by address.
 
-Over a minute: eight jobs, each with a driver that Ray's jobs API starts.
+Over a minute: nine jobs, each with a driver that Ray's jobs API starts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 import raydist
 from raydist.cluster import ray_worker
@@ -31,10 +32,13 @@ from raydist.launch import fork_server
 from raydist.run.sweep_directory import SweepDir
 from raydist.run.sweep_state import fold
 from tests import forked
+from tests.end_to_end.test_tutorials import TUTORIALS, script
 from tests.exact import exact
 from tests.hosts import LEAN
 from tests.stderr import without_stages
 
+SHORT = "--workers 2 --op all_reduce --max-bytes 1KiB --iters 2"
+"""Options with which `raydist bench comm` takes a moment."""
 RAY = str(Path(sys.executable).with_name("ray"))
 REPOSITORY = Path(__file__).parents[2]
 
@@ -249,6 +253,32 @@ def test_raydist_submit_of_a_sweep(project: Any, cluster: dict[str, str]) -> Non
     told = json.loads(done.stdout)
     assert told["counts"] == {"finished": 2}, done.stderr
     assert [row["tokens"] for row in told["points"]] == [12 * 8 * 16] * 2
+
+
+def test_the_tutorial(project: Any, cluster: dict[str, str], tmp_path: Path) -> None:
+    """docs/tutorials/a-cluster.md, with a job of seconds on two workers, a folder as storage, and a short measurement of one
+    collective: all commands exit with 0."""
+    job = yaml.safe_load((project.root / "job.yaml").read_text())
+    job |= {"name": "quickstart", "model": job["model"] | {"name": "gpt"}, "data": {"path": str(project.root / "data")}}
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/quickstart.yaml").write_text(json.dumps(job))
+    text = script((TUTORIALS / "a-cluster.md").read_text(encoding="utf-8"))
+    assert text.count("raydist ") == 7
+    for there, here in (
+        ("http://HEAD:8265", cluster["jobs"]),
+        ("bench comm --address HEAD:6379", f"bench comm --address {cluster['gcs']} {SHORT}"),
+        ("HEAD:6379", cluster["gcs"]),
+        ("s3://bucket/runs", str(project.runs)),
+        ("cluster.workers=4", "cluster.workers=2"),
+    ):
+        assert there in text
+        text = text.replace(there, here)
+    env = project.environment() | TOKEN | forked.shell(tmp_path / "bin", f"{sys.prefix}/bin:{os.environ['PATH']}")
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (project.show("quickstart")["status"], len(project.steps("quickstart"))) == ("finished", 12)
 
 
 def test_a_sweep_that_is_left_and_then_stopped(project: Any, cluster: dict[str, str]) -> None:

@@ -45,7 +45,7 @@ def test_a_live_run_is_traced_and_stopped(project: Any) -> None:
     assert done.returncode == 0, done.stderr
     assert stopped.returncode == 0, stopped.stderr
     assert "`raydist stop`, process" in rest
-    assert "asks this run to end" in rest
+    assert "stop requested by" in rest
     asked = [(e["what"], e["by"].partition(",")[0]) for e in project.events("traced", "requested")]
     assert asked == [
         ("checkpoint", "`raydist checkpoint now`"), ("trace", "`raydist trace`"), ("stop", "`raydist stop`"),

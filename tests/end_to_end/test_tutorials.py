@@ -1,8 +1,8 @@
 """The tutorials: their commands run as written.
 
 On a page of docs/tutorials, `<!-- run -->` stands before a block of commands that is run, and `<!-- file: NAME -->` before the
-text of a file. Blocks without a mark need a cluster or more time; tests/contracts/test_documented_commands.py checks their
-options.
+text of a file. Blocks without a mark need more time; tests/contracts/test_documented_commands.py checks their options. The commands
+of a-cluster.md run in test_cluster.py.
 
 Over a minute: four tutorials, in each of which a command starts a Ray of its own.
 """
@@ -58,6 +58,7 @@ def test_a_tutorial_runs(tmp_path: Path, name: str) -> None:
 
 
 def test_every_tutorial_is_here() -> None:
-    """Each page with marked commands is run; the first day has its own test."""
-    marked = {page.stem for page in TUTORIALS.glob("*.md") if MARKED.search(page.read_text(encoding="utf-8"))}
-    assert marked == set(PRINTS)
+    """Each page has marked commands, and is run; the first day has its own test."""
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in TUTORIALS.glob("*.md")}
+    assert pages.keys() == {*PRINTS, "first-day", "a-cluster"}
+    assert [name for name, page in pages.items() if not MARKED.search(page)] == ["first-day"]

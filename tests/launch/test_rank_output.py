@@ -21,10 +21,16 @@ from raydist.errors import StorageError, UsageError
 from raydist.launch import rank_output
 from raydist.launch.rank_output import Output
 from raydist.run import rank_logs
-from raydist.run.directory import SPEC, RunDir, begin_attempt
+from raydist.run.directory import ATTEMPTS, SPEC, RunDir, begin_attempt
 from raydist.run.driver_process import this_process
 from raydist.run.rank_logs import Reader
 from raydist.run.status import write_state
+
+
+@pytest.fixture(autouse=True)
+def begun(tmp_path: Path) -> None:
+    """A driver has begun the run of most tests."""
+    (tmp_path / ATTEMPTS).mkdir()
 
 
 def printed(run: RunDir, attempt: int, rank: int, code: str, interval_s: float = 0.02) -> Output:
@@ -199,7 +205,7 @@ def test_follows_to_the_end(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(logs, "POLL_S", 0.01)
     monkeypatch.setattr(logs, "_NEXT_S", 0.05)
     monkeypatch.setattr(logs, "_LATE_S", 0.05)
-    state = {"heartbeat_at": 2e9, "driver": this_process(), "step": 3, "world_size": 2}
+    state = {"heartbeat_at": time.time(), "driver": this_process(), "step": 3, "world_size": 2}
     write_state(run, {**state, "status": "running"})
     stages = iter(
         [

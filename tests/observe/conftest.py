@@ -13,7 +13,7 @@ import ray
 
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.records import StepRecord
-from raydist.run.directory import RunDir
+from raydist.run.directory import ATTEMPTS, RunDir
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,8 @@ def pid(actor: Any) -> int:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """The folder of a run; it does not exist yet."""
+    """The folder of a run that a driver has begun, and that has no file yet."""
+    (tmp_path / "a-run" / ATTEMPTS).mkdir(parents=True)
     return RunDir(tmp_path / "a-run")
 
 

@@ -28,9 +28,8 @@ def reading(at: float, rank: int, allocated: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_what_leaks_is_found(tmp_path: Path) -> None:
+def test_what_leaks_is_found(run: RunDir, tmp_path: Path) -> None:
     """A leak is reported to the monitor for the rank whose memory grows; exporters get the newest row of each rank, once."""
-    run = RunDir(tmp_path)
     monitor = RunMonitor(
         run.uri, interval_s=1e9, exporters=[{"name": "jsonl", "options": {"path": f"{tmp_path}/export"}}]
     )
@@ -50,16 +49,16 @@ def test_what_leaks_is_found(tmp_path: Path) -> None:
     assert read_samples(run, ["at"]).num_rows == 2 * 7200
 
 
-def test_what_storage_refuses_is_told_once_and_kept(tmp_path: Path) -> None:
+def test_what_storage_refuses_is_told_once_and_kept(run: RunDir) -> None:
     """Readings that storage refuses are reported once, kept, and written once storage works again."""
-    run = RunDir(tmp_path)
     monitor = RunMonitor(run.uri, interval_s=1e9, exporters=[])
     aggregator = Aggregator(run.uri, 1, handle(monitor), interval_s=1e9)
-    (tmp_path / SAMPLES).write_text("in the way")
+    obstacle = Path(run.storage.path(SAMPLES))
+    obstacle.write_text("in the way")
     for at in range(3):
         aggregator.observe([reading(float(at), 0, 7)])
         aggregator._round(hand_on=False)
-    (tmp_path / SAMPLES).unlink()
+    obstacle.unlink()
     aggregator.close()
     monitor.end("finished")
     assert [event.kind for event in read_events(run)] == ["note", "ended"]

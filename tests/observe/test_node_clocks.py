@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +13,9 @@ from raydist.run.telemetry_log import read_samples
 
 
 @pytest.mark.parametrize("off", [-3600.0, 3600.0])
-def test_a_clock_that_is_wrong_and_is_set(tmp_path: Path, off: float) -> None:
+def test_a_clock_that_is_wrong_and_is_set(run: RunDir, off: float) -> None:
     """Two nodes: the clock of one jumps an hour, either way, and back. Every row has the monitor's time; of one message all are
     moved alike; a clock that differs by less than a minute is left as it is."""
-    run = RunDir(tmp_path)
     monitor, now = RunMonitor(run.uri, interval_s=1e9, exporters=[]), time.time()
     for node, ahead in (("10.0.0.1", 0.0), ("10.0.0.2", 0.0), ("10.0.0.2", off), ("10.0.0.2", 0.0), ("10.0.0.3", 30.0)):
         own = time.time() + ahead

@@ -17,7 +17,7 @@ from raydist.errors import StorageError
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event
 from raydist.run import requests
-from raydist.run.directory import METRICS, STATE, TENSORBOARD, RunDir
+from raydist.run.directory import METRICS, TENSORBOARD, RunDir
 from raydist.run.driver_process import this_process
 from raydist.run.log import read_events, read_steps
 from raydist.run.status import last_word, read_state
@@ -200,7 +200,7 @@ def test_flush_waits_until_storage_takes_it(run: RunDir, rows: Rows) -> None:
 def test_storage_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
     """The constructor raises, so a run whose records cannot be stored does not start."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=STATE):
+    with pytest.raises(StorageError, match="its run's folder is gone"):
         RunMonitor(str(tmp_path / "file" / "run"))
 
 

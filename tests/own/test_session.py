@@ -164,8 +164,10 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
     """Of the dataset, the optimizer, the loss, the calls' order, and a second session."""
     with pytest.raises(UserError, match="dataset: generator has no length"):
         small(tmp_path, (i for i in range(8)))
-    with pytest.raises(UserError, match="strategy: 'zreo3' is not known"):
-        small(tmp_path, strategy="zreo3")
+    for strategy in ("zreo3", "hsdp"):  # unknown, and one whose PLAN does not have `without_example`
+        with pytest.raises(UserError, match=f"strategy: '{strategy}' cannot be used in a session") as refused:
+            small(tmp_path, strategy=strategy)
+        assert refused.value.hint == "give one of ddp, zero1, zero2, zero3"
     with pytest.raises(UserError, match="optimizer: Adafactor does not update each element by itself"):
         model = torch.nn.Linear(1, 1)
         rd.session(model, torch.optim.Adafactor(model.parameters()), [1], steps=1, batch=1, strategy="zero1")

@@ -29,7 +29,7 @@ from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, M
 from raydist.planner.live import LiveBytes
 from raydist.planner.measure import Planner
 from raydist.planner.pipeline import StageBytes, heaviest_moment
-from raydist.planner.shares import batches, shard_of
+from raydist.planner.shares import shard_of
 from raydist.planner.speed import NAMES, Device, find, refusal, speed
 from raydist.planner.target import OnTarget, wide_on_cuda
 from raydist.planner.traffic import last_share, traffic
@@ -145,7 +145,7 @@ def test_tensor_groups_by_hand() -> None:
 def test_a_batch_is_divided_over_replicas() -> None:
     """8 ranks in groups of two: 4 replicas with 2 sequences each; 4 ranks of a node are hsdp's group of 2 replicas."""
     spec = job(**IN_PAIRS, train={"global_batch": 8, "micro_batch": 1})
-    assert batches(spec, 8) == (1, 2)
+    assert spec.batches(8) == (1, 2)
     machine = Machine(8, 4, "cpu")
     assert [shard_of(strategy, spec, machine) for strategy in ("ddp", "hsdp", "zero3")] == [1, 2, 4]
 
@@ -369,7 +369,7 @@ def test_micro_batches_are_as_the_loader_deals_them(
     from raydist.data.batches import share
 
     spec = job(train={"global_batch": whole, "micro_batch": micro})
-    assert batches(spec, ranks) == expected
+    assert spec.batches(ranks) == expected
     dealt = [share(np.arange(whole), r, ranks, micro) for r in range(ranks)]
     assert expected == (max(len(m) for parts in dealt for m in parts), len(dealt[0]))
 
@@ -381,9 +381,9 @@ def test_the_largest_micro_batch_counts() -> None:
     """With data.batching a pass has as many rows of the longest length as fit; the others are as many as the global batch needs."""
     batching = {"max_tokens": 64, "global_tokens": 300}
     by_tokens = job(data={"source": "x", "batching": batching}, model={"context": 8}, train={"steps": 1})
-    assert batches(by_tokens, 3) == (8, 2)
+    assert by_tokens.batches(3) == (8, 2)
     in_sequences = job(data={"source": "x", "batching": {"max_tokens": 64, "max": 3}}, model={"context": 8})
-    assert batches(in_sequences, 2) == (3, 2)
+    assert in_sequences.batches(2) == (3, 2)
     planner = Planner(job(data={"source": "x", "batching": {"max_tokens": 24}}, model={"context": 8}), VOCAB, "cpu")
     assert (
         planner.measure(Pass(3, "none", False, False)).saved

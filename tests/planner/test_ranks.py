@@ -22,7 +22,6 @@ from raydist.extension_plans import strategies
 from raydist.planner.estimate import estimates
 from raydist.planner.facts import Machine
 from raydist.planner.measure import Planner
-from raydist.planner.shares import batches
 from raydist.spec import JobSpec
 from raydist.worker import model_transforms as compute
 from raydist.worker.build import build_strategy
@@ -33,7 +32,6 @@ from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.collective_counters import CollectiveCounters
 from raydist.worker.metrics.memory import Held
 from raydist.worker.optim import optimizers
-from raydist.worker.parallel import run_passes
 from raydist.worker.parallel._model_graph import parts_of
 from raydist.worker.parallel._pipeline import Pipeline
 from raydist.worker.parallel._split import split_layers
@@ -90,7 +88,7 @@ class OneStep:
             self.model = self.strategy.cut(self.model)
         self.precision = Precision(spec.precision, rank.device)
         tokens = torch.randint(0, VOCAB, (spec.train.micro_batch, spec.model.context))
-        count = batches(spec, rank.world_size)[1]
+        count = spec.batches(rank.world_size)[1]
         self.batches = [own_tokens(MicroBatch(tokens, tokens), self.mesh)] * count
         self.looked: Callable[[], object] = lambda: None
         self.strategy.wrap(self.model, self._example)
@@ -118,7 +116,7 @@ class OneStep:
 
     def __call__(self) -> None:
         """The passes of a step and an update. `looked` is called after each backward pass, and before the update."""
-        run_passes(self.strategy, self.batches, self)
+        self.strategy.passes(self.batches, self)
         self.strategy.finish_grads()
         if self.split is not None:
             self.split.sum_gradients()
@@ -204,7 +202,8 @@ MESHES = {
     "pipeline 2, interleaved": on_mesh("ddp", 2, 6, pipeline=2, chunks=2),
     "pipeline 4": on_mesh("ddp", 4, 6, pipeline=4),
     "pipeline 2, tensor 2": on_mesh("ddp", 4, 4, precision="bf16", checkpoint="selective", pipeline=2, tensor=2),
-    **{f"{name}, pipeline 2": on_mesh(name, 4, 4, pipeline=2) for name in strategies()},
+    # ddp: above; hsdp shards within these two replicas, as zero3 does.
+    **{f"{name}, pipeline 2": on_mesh(name, 4, 4, pipeline=2) for name in ("zero1", "zero2", "zero3")},
     **{f"{name}, expert 2": on_mesh(name, 4, model="mixtral", expert=2) for name in ("ddp", "zero2", "zero3")},
     "context 2": on_mesh("zero2", 2, context=2),
     "context 2, full": on_mesh("ddp", 2, precision="bf16", checkpoint="full", layers=4, context=2),

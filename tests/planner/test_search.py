@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,22 @@ SPEC = job(
 
 class Blocks:
     """A model of 8 blocks, each with 256 MiB of parameters, and of a sequence with 1/8 GiB of activations, and 64 MiB that a layer
-    sends to its tensor group. A tensor group shares all of it."""
+    sends to its tensor or context group. A tensor group shares all of it, a context group activations. With experts half of the
+    parameters are theirs, and a layer sends 64 MiB to them."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec, self.each = spec, BLOCKS // spec.parallel.stages
 
     def _part(self, first: int, last: int) -> Model:
-        rows = 2**20 // self.spec.parallel.tensor
-        return Model(tuple(Param(f"{i}", (rows, 64), True, i, (2**20, 64)) for i in range(first, last)), 0)
+        parallel = self.spec.parallel
+        rows = 2**20 // parallel.tensor
+        if self.spec.model.name == "gpt":
+            return Model(tuple(Param(f"{i}", (rows, 64), True, i, (2**20, 64)) for i in range(first, last)), 0)
+        dense = (Param(f"{i}", (rows // 2, 64), True, i, (2**19, 64)) for i in range(first, last))
+        of_expert, whole = (2**19 // parallel.expert, 64), (2**19, 64)
+        held = Fraction(parallel.tensor, parallel.expert)
+        experts = (Param(f"{i}.experts", of_expert, True, i, whole, held) for i in range(first, last))
+        return Model((*dense, *experts), 0)
 
     def model(self) -> Model:
         whole = self._part(0, BLOCKS)
@@ -48,18 +57,19 @@ class Blocks:
         return Model(whole.params, 0, stages)
 
     def measure(self, how: Pass) -> Activations:
-        tensor = self.spec.parallel.tensor
-        kept = GIB // 8 * self.each * how.micro_batch // tensor
-        sent = 0 if tensor == 1 else 2**26 * self.each * how.micro_batch
+        ranks = self.spec.parallel.tensor * self.spec.parallel.context
+        kept = GIB // 8 * self.each * how.micro_batch // ranks
+        sent = 0 if ranks == 1 else 2**26 * self.each * how.micro_batch
+        exchanged = 0 if self.spec.parallel.expert == 1 else 2**26 * self.each * how.micro_batch
         passed = 0 if how.stage == self.spec.parallel.stages - 1 else 2**20 * how.micro_batch
-        return Activations(kept, (Peak("backward", 0, kept, 0),), sent, passed_on=passed)
+        return Activations(kept, (Peak("backward", 0, kept, 0),), sent, passed_on=passed, exchanged=exchanged)
 
 
-def found(usable: float, spec: JobSpec = SPEC) -> Found:
+def found(usable: float, spec: JobSpec = SPEC, per_node: int = 8, best: int = 5) -> Found:
     card = find("h100")
     assert card is not None
-    machine = Machine(8, 8, "cuda", round((usable + 1) * GIB / 0.95))
-    return search(spec, machine, card, 1e12, BLOCKS, Blocks)
+    machine = Machine(8, per_node, "cuda", round((usable + 1) * GIB / 0.95))
+    return search(spec, machine, card, 1e12, BLOCKS, Blocks, best)
 
 
 def meshes(result: Found) -> list[tuple[int, int]]:
@@ -110,13 +120,46 @@ def test_less_memory_shards_first() -> None:
 
 def test_a_mesh_where_no_replica_fits_on_a_rank() -> None:
     """The state takes 1 GiB of a rank on every mesh, and a sequence another one where a rank has whole layers: also the first
-    stage of a pipeline, which keeps as many sequences as there are stages. So layers are shared."""
+    stage of a pipeline, which keeps as many sequences as there are stages. So layers or sequences are shared."""
     result = found(1.6)
     assert result.best
     assert (1, 1) not in meshes(result)
-    assert all(one.spec.parallel.tensor > 1 for one in result.best)
+    assert all(one.spec.parallel.tensor * one.spec.parallel.context > 1 for one in result.best)
+    assert {"parallel.tensor", "parallel.context"} <= {name for one in result.best for name in one.changes}
     assert sum(result.too_large.values()) > 0
-    assert result.refused["more stages than blocks"] == 4  # 8 x 2, 8 x 4; and 4 x 4, with tensor 1 and 2
+    # 8 x 2, 8 x 4; and 4 x 4, with tensor 1 and 2, and context 2.
+    assert result.refused["more stages than blocks"] == 5
+
+
+def test_experts_on_several_ranks() -> None:
+    """Each number of ranks that share the experts is a mesh: more of them sum fewer gradients, and send tokens instead. Over nodes
+    it is the first mesh on two of these that sends most over the network."""
+    model = {**SPEC.model.model_dump(), "name": "mixtral"}
+    spec = job(train={"global_batch": 64, "micro_batch": 1}, model=model, cluster={"workers": 8})
+    result = found(100, spec, per_node=4, best=1000)
+    plain = {
+        one.spec.parallel.expert: one
+        for one in result.best
+        if one.spec.parallel.stages == one.spec.parallel.replica == 1
+    }
+    assert [*sorted(plain)] == [1, 2, 4, 8]
+    assert plain[1].estimate.exchanged == 0
+    assert all(plain[n].changes["parallel.expert"] == n for n in (2, 4, 8))
+    count = 64 // 8 // plain[8].spec.train.micro_batch
+    assert plain[8].estimate.exchanged == count * plain[8].spec.train.micro_batch * 8 * 2**26
+    dense, experts = 8 * 2**27, 8 * 2**27
+    for n, one in plain.items():
+        held = 8 // n
+        strategy = one.estimate.strategy
+        assert strategy == "ddp"
+        assert one.estimate.sent == 2 * dense * 7 // 8 + 2 * (held - 1) * experts // n // held
+        # Of eight steps around all ranks two leave a node; of a ring of the n-th ranks, two of `held`, none of 4 on one node.
+        network = 2 * dense * 7 // 8 // 4 + 2 * (held - 1) * experts // n // held * min(2 / held, 1)
+        network += one.estimate.exchanged * (4 / 7 if n == 8 else 0)
+        assert one.estimate.network == pytest.approx(network, abs=2)
+        assert one.estimate.within_node == one.estimate.sent + one.estimate.exchanged - one.estimate.network
+    slower = [plain[n].speed.communication for n in (4, 8)]
+    assert slower[0] < slower[1]  # eight ranks are on two nodes
 
 
 def test_where_nothing_fits_all_are_counted() -> None:
@@ -197,7 +240,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert all(f"`{key}`" in page for key in {*made, *made["best"][0]})
     out = call(*asked).splitlines()
     assert "combinations in" in out[1]
-    assert out[3].split()[:3] == ["1", "1", "1"]
+    assert out[2].split()[:5] == [*made["best"][0]["mesh"]][:5] == ["tensor", "context", "pipeline", "chunks", "expert"]
+    assert out[3].split()[:6] == ["1", *(str(made["best"][0]["mesh"][axis]) for axis in out[2].split()[:5])]
     with pytest.raises(UsageError, match="--search compares forecasts"):
         call(path, "--search", "--gpus", 4)
 

@@ -14,7 +14,7 @@ import pytest
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Status, StepRecord
 from raydist.report import summary
-from raydist.run.directory import RunDir
+from raydist.run.directory import SPEC, RunDir
 from raydist.run.log import FIELDS
 from raydist.run.status import last_word
 
@@ -83,6 +83,7 @@ def test_event_data() -> None:
 def test_state_and_show(tmp_path: Path) -> None:
     """Each key of state.json and of show's object is a row, and so is each status."""
     run = RunDir(tmp_path / "a-run")
+    run.storage.write(SPEC, b"name: a-run\n")
     watch = RunMonitor(run.uri, interval_s=60.0)
     watch.end("finished")
     state: dict[str, Any] = last_word(run) or {}

@@ -22,7 +22,7 @@ from raydist.errors import Fenced, UsageError
 from raydist.run import lease as leases
 from raydist.run.directory import RunDir, begin_attempt, fenced, resume_attempt, start_anew
 from raydist.run.driver_process import LOST_AFTER_S, this_process
-from raydist.run.lease import DriverLease, ask_stop, driven_since, newest_driver
+from raydist.run.lease import DriverLease, ask_stop, driven_since, newest_driver, status_by_lease
 
 TAKE = """
 import sys
@@ -288,7 +288,10 @@ def test_a_lease_that_does_not_tell_is_watched(tmp_path: Path, content: bytes) -
             run.storage.write("drivers/000001.json", content)
 
     write()
-    assert newest_driver(run) is None or b"ahead" in content
+    newest = newest_driver(run)
+    assert newest is None or (b"ahead" in content and not newest.alive)
+    assert driven_since(run) is None
+    assert status_by_lease(run) is None
     with DriverLease(run, watch_s=0.2):
         assert body(run, 2)["driver"]["pid"] == os.getpid()
     run.storage.delete("drivers/000002.json")

@@ -30,9 +30,18 @@ def state(**changes: Any) -> dict[str, Any]:
     return {"status": "running", "heartbeat_at": 1000.0, "driver": this_process(), **changes}
 
 
-@pytest.mark.parametrize(("age", "status"), [(0.0, "running"), (LOST_AFTER_S, "running"), (LOST_AFTER_S + 1, "lost")])
+@pytest.mark.parametrize(
+    ("age", "status"),
+    [
+        (0.0, "running"),
+        (LOST_AFTER_S, "running"),
+        (LOST_AFTER_S + 1, "lost"),
+        (-LOST_AFTER_S, "running"),
+        (-86_400.0, "lost"),
+    ],
+)
 def test_old_heartbeat_means_lost(run: RunDir, age: float, status: str) -> None:
-    """A run with the status running is lost 30 s after its last heartbeat, and not before."""
+    """A run with the status running is lost 30 s after its last heartbeat, and not before; also if that is a day ahead."""
     write_state(run, state())
     assert read_state(run, now=1000.0 + age)["status"] == status
 

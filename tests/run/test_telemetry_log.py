@@ -164,6 +164,14 @@ def test_a_damaged_segment_is_named(tmp_path: Path) -> None:
         read_samples(run)
 
 
+def test_names_can_be_shown(tmp_path: Path) -> None:
+    """Without control characters, which another program may have written."""
+    log = TelemetryLog(RunDir(tmp_path))
+    log.add([row(1.0), {**row(2.0), "host": "a\x1b]0;title\x07b"}])
+    log.flush()
+    assert read_samples(RunDir(tmp_path))["host"].to_pylist() == ["h", "ab"]
+
+
 def test_counters_say_so() -> None:
     """`is_total` is true for counters and false for other columns."""
     counters = {name for name in COLUMNS if is_total(name)}

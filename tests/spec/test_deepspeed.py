@@ -517,7 +517,7 @@ ADAM = {"lr": 1e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0}
         (scheduler("OneCycle", cycle_min_lr=1e-4, cycle_max_lr=1e-3, cycle_second_step_size=0),
          "scheduler.params.cycle_min_lr: 0.0001: the cycle ends there, and starts at 0"),
         ({"optimizer": {"type": "Muon", "params": {"lr": 1, "momentum": 0.9, "weight_decay": 0}}},
-         "optimizer.type: Muon: its update is scaled to AdamW's root mean square here: tune lr anew"),
+         "optimizer.type: Muon: its update is scaled to AdamW's root mean square here: tune lr again"),
     ],
 )  # fmt: skip
 def test_what_differs_is_said(config: dict[str, Any], line: str) -> None:

@@ -221,7 +221,7 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
         ),
         (
             "parallel.context=2 & model.name=mlp",
-            "parallel.context: 2 needs a model that shares sequences; mlp does not say so",
+            "parallel.context: 2 needs a model that shares sequences; mlp does not declare it",
         ),
         (
             "parallel.context=2 & model.name=deepseek & model.options.num_nextn_predict_layers=1",

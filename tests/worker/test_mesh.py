@@ -85,17 +85,32 @@ def straddling(rank: Rank, across: bool) -> str:
     spec = mesh_job("ddp", 2, MODEL)
     spec = spec.model_copy(update={"parallel": spec.parallel.model_copy(update={"tensor_across_nodes": across})})
     try:
-        Mesh.of(spec, replace(rank, node_ip="10.0.0.1" if rank.rank < 3 else "10.0.0.2"))
+        return str(Mesh.of(spec, replace(rank, node_ip="10.0.0.1" if rank.rank < 3 else "10.0.0.2")).note)
     except UserError as error:
         return error.message
-    return ""
 
 
 def test_a_tensor_group_on_two_nodes_is_refused_unless_asked_for(ranks: Any) -> None:
     """On every rank, with the ranks and the nodes."""
     says = "parallel.tensor: 2: ranks 2 to 3 share layers, and are on nodes 10.0.0.1 and 10.0.0.2"
     assert run(ranks, straddling, 4, False) == [says] * 4
-    assert run(ranks, straddling, 4, True) == [""] * 4
+    assert run(ranks, straddling, 4, True) == ["mesh on 2 nodes: data and tensor between nodes"] * 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "note"),
+    [
+        ({"tensor": 2}, "aabb", "mesh on 2 nodes: data between nodes; tensor within a node"),
+        ({"pipeline": 2}, "aabb", "mesh on 2 nodes: pipeline between nodes; data within a node"),
+        ({"pipeline": 2, "tensor": 2}, "aabbccdd", "mesh on 4 nodes: pipeline and data between nodes; tensor within a node"),
+        ({"expert": 2}, "aabb", "mesh on 2 nodes: data between nodes; expert within a node"),
+        ({"expert": 4}, "aabb", "mesh on 2 nodes: data and expert between nodes"),
+        ({"tensor": 2}, "aaaa", None),
+    ],
+)  # fmt: skip
+def test_which_axes_go_between_nodes(sizes: dict[str, int], nodes: str, note: str | None) -> None:
+    """A run says it in a note."""
+    assert mesh(0, len(nodes), **sizes).links(list(nodes)) == note
 
 
 def test_a_world_size_that_holds_no_whole_number_of_replicas() -> None:

@@ -54,6 +54,7 @@ class Elasticity:
         self._parallel = spec.parallel
         self._slot, self._monitor, self._stop_request, self._private = slot, monitor, stop_request, private
         self._group: Group | None = None
+        self._assigned = False  # its workers are where no tensor group straddles nodes
         self.workers = 0
         """Ranks of the present attempt."""
         self._avoid: dict[str, float] = {}  # lost node -> when it was lost
@@ -74,7 +75,7 @@ class Elasticity:
         cluster, begun = self._cluster, time.monotonic()
         growing = self._asked_to_grow()
         if self._group is None:
-            self._group = self._slot.take(self._kind)
+            self._group = self._slot.take(self._kind, self._parallel.together)
         while True:
             room = self.room()
             if self._group is None or growing:
@@ -91,14 +92,15 @@ class Elasticity:
                 case Stop():
                     return chosen
                 case Proceed(_, True, _) if not self._slot.may_start():
-                    return NoRoom("there is no room for its workers beside those of others")
+                    return NoRoom("the cluster has no free resources for this run's workers")
                 case Proceed(workers, new_group, because):
                     if workers != self.workers and self.workers:
                         self._monitor.say("decision", action="resize", workers=workers, because=because)
                     self.workers = workers
                     if new_group:
                         self._group = self._replaced(workers + min(cluster.spares, max(room - workers, 0)))
-                        if room < workers and not self._private and not self._wait_for_room(workers, room):
+                        waits = room < workers or not self._assigned
+                        if waits and not self._private and not self._wait_for_room(workers, room):
                             return None
                     assert self._group is not None
                     return self._group
@@ -171,8 +173,15 @@ class Elasticity:
     # --- inside
 
     def _replaced(self, size: int) -> Group:
-        """A new group of `size` agents, in place of the present one."""
-        old = self._group
+        """A new group of `size` agents, in place of the present one. Ray places them, unless tensor groups must not straddle nodes
+        and there is room for all."""
+        old, together = self._group, self._parallel.together
+        places: list[str] = []
+        if together > 1 and not self._private:
+            # Before the old group ends: Ray takes a while to count its resources as free.
+            held = old.held if old is not None else {}
+            places = nodes.assigned(nodes.look(), self._kind.each, held, self._unfit, together, size)
+        self._assigned = together == 1 or bool(places)
         if old is not None:
             old.end()
         return self._slot.start(
@@ -180,6 +189,7 @@ class Elasticity:
             self._kind,
             run_name=self._run_name,
             avoid=self._unfit,
+            places=places,
             start_timeout_s=_START_S if old is None else self._policy.wait_for_nodes,
         )
 
@@ -187,21 +197,28 @@ class Elasticity:
         """Waits until the new group, for which there was no room, has started or failed. False: the user has asked the run to stop.
 
         Ray never places a group on the nodes that it was started without. When one of these answers again, and there is then room,
-        a new group is started.
+        a new group is started. So it is when there is room for whole tensor groups, of which Ray knows nothing; a group whose
+        tensor groups straddle nodes waits for that, as long as for nodes.
         """
         assert self._group is not None
-        self._monitor.note(f"there is room for {room} of {workers} workers now: the run waits for more")
-        avoided = self._unfit
-        while not self._group.settled(_LOOK_S):
-            if self._stop_request.wait(0.0):
+        if room < workers:
+            self._monitor.note(f"there is room for {room} of {workers} workers now: the run waits for more")
+        avoided, until = self._unfit, time.monotonic() + self._policy.wait_for_nodes
+        while not (settled := self._group.settled(_LOOK_S)) or (self._straddles() and time.monotonic() < until):
+            if self._stop_request.wait(_LOOK_S if settled else 0.0):
                 return False
             room = self.room()
             back = avoided - self._unfit
-            if back and room >= workers:
-                names = ", ".join(sorted(node[:8] for node in back))
-                self._monitor.note(f"node {names} answers again, and there is room for {workers} workers with it")
+            if (back or not self._assigned) and room >= workers:
+                if back:
+                    names = ", ".join(sorted(node[:8] for node in back))
+                    self._monitor.note(f"node {names} answers again, and there is room for {workers} workers with it")
                 self._group, avoided = self._replaced(workers), self._unfit
         return True
+
+    def _straddles(self) -> bool:
+        assert self._group is not None
+        return not self._assigned and self._group.straddles(self._parallel.together)
 
     @property
     def _unfit(self) -> set[str]:

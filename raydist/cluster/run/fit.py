@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,7 @@ def run_attempt(
     abort: AbortHandle | None = None,
     start_timeout_s: float = 120.0,
     avoid: Collection[str] = (),
+    places: Sequence[str] = (),
     coordinator: tuple[Any, int] | None = None,
     spread: bool = False,
 ) -> AttemptResult:
@@ -110,8 +111,8 @@ def run_attempt(
     An exception of the train function arrives as plain data if it has the attributes of `RankError` (rank, at, type_name, message,
     traceback, bases): the worker must raise one that can be pickled, and imported without torch.
 
-    `avoid`: ids of nodes without workers. `coordinator`: see `ray_train_adapter._Controller`. `spread`: uses as many nodes as
-    possible; otherwise as few as possible.
+    `avoid`: ids of nodes without workers. `places`: the id of each worker's node; empty: Ray chooses, `spread`: as many nodes as
+    possible, otherwise as few as possible. `coordinator`: see `ray_train_adapter._Controller`.
 
     `start_timeout_s`: how long to wait for the workers' resources; after that the failure is a "startup_timeout".
 
@@ -140,7 +141,7 @@ def run_attempt(
             use_gpu=kind.each.get("GPU", 0.0) > 0,
             resources_per_worker={name: count for name, count in kind.each.items() if count},
             placement_strategy="SPREAD" if spread else "PACK",
-            label_selector={nodes.NODE_ID_LABEL: f"!in({','.join(sorted(avoid))})"} if avoid else None,
+            label_selector=_selector(avoid, places),
         ),
         run_config=RunConfig(
             name=name,
@@ -160,6 +161,12 @@ def run_attempt(
             _free_placement_groups(name)
         shutil.rmtree(scratch / name, ignore_errors=True)
     return AttemptResult(None, result.return_value)
+
+
+def _selector(avoid: Collection[str], places: Sequence[str]) -> dict[str, str] | list[dict[str, str]] | None:
+    if places:
+        return [{nodes.NODE_ID_LABEL: node} for node in places]
+    return {nodes.NODE_ID_LABEL: f"!in({','.join(sorted(avoid))})"} if avoid else None
 
 
 def _free_placement_groups(name: str) -> None:

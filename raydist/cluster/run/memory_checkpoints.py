@@ -40,8 +40,8 @@ class MemoryCheckpoints:
         self.folder = memory_layout.new_folder()
         self._nodes: dict[str, Any] = {}
         self._links: dict[str, _Link] = {}
-        self._told: dict[str, _Link] = {}
-        """The newest link that each memory store has been told."""
+        self._sent_links: dict[str, _Link] = {}
+        """The newest link that each memory store has received."""
         self._running: dict[Any, str] = {}
         """Of each memory store its call of `closed`, which fails when the store's process is killed -> its node."""
         self._used: dict[int, int] = {}
@@ -106,7 +106,7 @@ class MemoryCheckpoints:
         return fresh
 
     def _link(self) -> None:
-        """Tells each memory store its buddy and ranks, if they are not what it knows."""
+        """Tells each memory store its buddy and ranks, if they have changed."""
         with self._lock:
             for node in self._links:
                 if link := self._news(node):
@@ -118,9 +118,9 @@ class MemoryCheckpoints:
     def _news(self, node: str) -> tuple[Any, ...]:
         """What `link` is to tell that node's memory store; () if it knows. With the lock."""
         link = self._links.get(node)
-        if link is None or self._told.get(node) == link:
+        if link is None or self._sent_links.get(node) == link:
             return ()
-        self._told[node] = link
+        self._sent_links[node] = link
         return (None if self._private else self._nodes[node], *link)
 
     def _relink(self) -> None:
@@ -131,7 +131,7 @@ class MemoryCheckpoints:
                 self._link()
 
     def _restarted(self) -> None:
-        """Forgets what was told to memory stores that were killed."""
+        """Drops the links that killed memory stores had received."""
         import ray
 
         with self._lock:
@@ -140,7 +140,7 @@ class MemoryCheckpoints:
             for call in ray.wait(list(self._running), num_returns=len(self._running), timeout=0, fetch_local=False)[0]:
                 node = self._running.pop(call)
                 if node in self._nodes:
-                    self._told.pop(node, None)
+                    self._sent_links.pop(node, None)
                     self._running[self._nodes[node].closed.remote()] = node
 
     def _chosen(self, ranks: Mapping[int, str], gone: Collection[str]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class MemoryCheckpoints:
         with self._lock:
             left = [self._nodes.pop(node) for node in gone]
             for node in gone:
-                self._told.pop(node, None)
+                self._sent_links.pop(node, None)
             self._running = {call: node for call, node in self._running.items() if node not in gone}
         if left:
             import ray

@@ -22,12 +22,10 @@ _LOOK_S = 0.25
 
 
 class MonitorClient:
-    """`actor`: the monitor's handle."""
+    """`actor`: the monitor's handle. `lost()`: whether no actor can be called any more; then no call waits."""
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-        self.lost: Callable[[], bool] = lambda: False
-        """Whether no actor can be called any more: then no call waits."""
+    def __init__(self, actor: Any, lost: Callable[[], bool] = lambda: False) -> None:
+        self.actor, self._lost = actor, lost
         self._unsent: list[dict[str, Any]] = []
         self._sending = threading.Lock()
 
@@ -91,7 +89,7 @@ class MonitorClient:
         deadline = time.monotonic() + timeout_s
         try:
             asked = method.remote(*args)
-            while not self.lost():
+            while not self._lost():
                 with suppress(GetTimeoutError):
                     return ray.get(asked, timeout=max(0.0, min(_LOOK_S, deadline - time.monotonic())))
                 if time.monotonic() > deadline:

@@ -10,7 +10,7 @@ Runs in: the driver, in the main thread (in a sweep: in the trial's thread). Nev
                           +--> StopRequest <-----+            the supervisor adds requests; both threads read them
                           +--> HeadOutage <------+            the supervisor calls look(); RestartLoop reads ending()
 
-`Supervisor.build` makes these objects from the bottom up: monitor client, stop request, elasticity, fault injector, head outage,
+`Supervisor.build` makes these objects from the bottom up: head outage, monitor client, stop request, elasticity, fault injector,
 restart loop, supervisor. Each one gets all that it calls in its constructor.
 """
 
@@ -55,15 +55,12 @@ class View(Protocol):
 
     def update(self, snapshot: dict[str, Any]) -> None:
         """The present state of the run: `RunMonitor.snapshot`."""
-        ...
 
     def event(self, event: Event) -> None:
         """An event of the run."""
-        ...
 
     def note(self, text: str) -> None:
         """A message to the user."""
-        ...
 
 
 class Supervisor:
@@ -114,15 +111,15 @@ class Supervisor:
         """
         run, spec, private = request.run, request.spec, session.private
         own = slot or WorkerGroupSlot(session)
-        monitor = MonitorClient(own.monitor(run.full_uri, request.exporters, spec.model_dump(mode="json")))
+        actor = own.monitor(run.full_uri, request.exporters, spec.model_dump(mode="json"))
+        head = PrivateHead(session.address, session.processes) if session.processes else HeadMonitor(session.address)
+        outage = HeadOutage(head, spec.recovery.head_timeout, run)
+        monitor = MonitorClient(actor, lost=lambda: outage.cut_off)
         own.ready()
         stop_request = StopRequest()
         kind = worker_kind(spec, request.gpus)
         elasticity = Elasticity(spec, kind, run.name, own, monitor, stop_request, private=private)
         injector = DriverInjector(run, monitor, session.address, request.faults) if request.faults else None
-        head = PrivateHead(session.address, session.processes) if session.processes else HeadMonitor(session.address)
-        outage = HeadOutage(head, spec.recovery.head_timeout, run)
-        monitor.lost = lambda: outage.cut_off
         attempts = RestartLoop(
             request, elasticity, monitor, stop_request, outage, injector, private=private, keeps=slot is not None
         )
@@ -153,7 +150,7 @@ class Supervisor:
             while attempts.is_alive():
                 attempts.join(self._refresh_s)
                 if not stop_request.signals and (who := self._asked()) is not None:
-                    self._view.note(f"{who} asks this run to end")
+                    self._view.note(f"stop requested by {who}")
                     self._monitor.say("requested", what="stop", number=0, by=who)
                     self.stop(signal.SIGINT)
                 if len(stop_request.signals) > acted:
@@ -210,7 +207,7 @@ class Supervisor:
             self._ending = self._ending or outage.ending()
             return True
         if change != "same":
-            silent = f"{outage.why()}: one checkpoint, and the run ends{'' if outage.dead else ' unless it comes back'}"
+            silent = f"{outage.why()}: saving a checkpoint; the run stops{'' if outage.dead else ' unless the head responds'}"
             self._view.note(silent if change == "silent" else f"Ray's head at {outage.address} answers again")
             self._monitor.command(self._stop_request.command(change == "silent"))
         return False

@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,8 @@ _groups = itertools.count(1)
 class Group:
     """The constructor starts `size` workers of that kind, on none of the nodes in `avoid`.
 
-    `start_timeout_s`: how long the workers may wait for their resources.
+    `places`: the id of each worker's node; empty: Ray chooses. `start_timeout_s`: how long the workers may wait for their
+    resources.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Group:
         size: int,
         kind: WorkerKind,
         avoid: Collection[str] = (),
+        places: Sequence[str] = (),
         start_timeout_s: float,
     ) -> None:
         import ray
@@ -72,6 +74,7 @@ class Group:
                 kind=kind,
                 abort=self._abort,
                 avoid=avoid,
+                places=places,
                 start_timeout_s=start_timeout_s,
                 coordinator=(coordinator, number),
             )
@@ -129,6 +132,11 @@ class Group:
             return dict(self._wait(self._coordinator.places.remote(size), look))
         except _GroupEnded:
             return {}
+
+    def straddles(self, together: int) -> bool:
+        """Whether so many consecutive ranks, which must be on one node, are not: ranks are numbered node by node. Waits until all
+        agents have started."""
+        return together > 1 and any(n % together for n in Counter(self.places(self.size).values()).values())
 
     def attempt(
         self, job: Mapping[str, Any], size: int, monitor: Any, look: Callable[[], None] = lambda: None

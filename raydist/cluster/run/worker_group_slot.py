@@ -58,6 +58,7 @@ class WorkerGroupSlot:
         *,
         run_name: str,
         avoid: Collection[str] = (),
+        places: Sequence[str] = (),
         start_timeout_s: float,
     ) -> Group:
         """A new group: see `Group`. Ends the idle one first."""
@@ -70,13 +71,15 @@ class WorkerGroupSlot:
             size=size,
             kind=kind,
             avoid=avoid,
+            places=places,
             start_timeout_s=start_timeout_s,
         )
 
-    def take(self, kind: WorkerKind) -> Group | None:
-        """The idle group, if its workers are of that kind and all alive. Any other idle group is ended."""
+    def take(self, kind: WorkerKind, together: int = 1) -> Group | None:
+        """The idle group, if its workers are of that kind, all alive, and on each node a multiple of `together`. Any other idle
+        group is ended."""
         group, self._idle = self._idle, None
-        if group is not None and (group.kind != kind or not group.whole):
+        if group is not None and (group.kind != kind or not group.whole or group.straddles(together)):
             group.end()
             return None
         return group

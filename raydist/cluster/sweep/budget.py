@@ -6,26 +6,13 @@ Runs anywhere. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from raydist.records import Event
+from raydist.report.sweep.standing import Spent
 from raydist.spec.sweep.models import LimitsSpec
 
 HOUR = 3600.0
 _OVER = ("finished", "stopped", "paused", "failed")
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Wall-clock hours while a driver ran; GPU-hours and worker-hours while trials had workers."""
-
-    hours: float = 0.0
-    gpu_hours: float = 0.0
-    worker_hours: float = 0.0
-
-    def __add__(self, other: Spent) -> Spent:
-        """The sum of both."""
-        return Spent(self.hours + other.hours, self.gpu_hours + other.gpu_hours, self.worker_hours + other.worker_hours)
 
 
 def before(events: Iterable[Event]) -> Spent:

@@ -38,7 +38,6 @@ class Place(Protocol):
 
     def open(self) -> Rows:
         """Connects. May raise."""
-        ...
 
 
 class ResultExport:

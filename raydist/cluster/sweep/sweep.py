@@ -21,16 +21,17 @@ from typing import Any, Protocol
 from raydist.cluster.run.supervisor import handling
 from raydist.cluster.session import Session
 from raydist.cluster.sweep import schedulers
-from raydist.cluster.sweep.budget import HOUR, Spent, before, reached
+from raydist.cluster.sweep.budget import HOUR, before, reached
 from raydist.cluster.sweep.report_queue import start_report_queue
 from raydist.cluster.sweep.sampler import start_sampler
 from raydist.cluster.sweep.search import Search, asker
-from raydist.cluster.sweep.trial import Live, Plan
+from raydist.cluster.sweep.trial import Plan
 from raydist.cluster.sweep.trial_runner import TrialRunner
 from raydist.cluster.sweep.worker_group_pool import WorkerGroupPool
 from raydist.errors import RaydistError, StorageError, TrainingStopped
 from raydist.observe.warm_monitors import WarmMonitors
 from raydist.records import Event
+from raydist.report.sweep.standing import Live, Spent
 from raydist.run.sweep_directory import SweepDir, SweepLog
 from raydist.run.sweep_state import DONE, fold
 from raydist.spec.sweep import Axis, Cell, SweepSpec
@@ -45,11 +46,9 @@ class View(Protocol):
 
     def update(self, live: Sequence[Live], counts: Mapping[str, int], spent: Spent) -> None:
         """The running trials, the number of trials of each status, and the hours spent."""
-        ...
 
     def note(self, text: str) -> None:
         """Prints a line."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +207,7 @@ class SweepRun:
         while thread.is_alive():
             thread.join(_REFRESH_S)
             if not self._signals and (requester := self._asked()) is not None:
-                self._view.note(f"{requester} asks this sweep to end")
+                self._view.note(f"stop requested by {requester}")
                 self._signals.append(signal.SIGINT)
             if len(self._signals) > acted:
                 acted = len(self._signals)

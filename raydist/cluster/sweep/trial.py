@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from raydist.cluster.run.request import Ending, Request
@@ -20,6 +20,7 @@ from raydist.cluster.sweep.micro_batch_memory import MicroBatches, shrunk, size,
 from raydist.errors import RaydistError, StorageError
 from raydist.records import Event
 from raydist.report.sweep.figures import measure
+from raydist.report.sweep.standing import Live
 from raydist.run.directory import SPEC
 from raydist.run.status import read_state
 from raydist.run.sweep_directory import SweepLog
@@ -62,31 +63,17 @@ class EndRequest:
     at_once: bool
 
 
-@dataclass(slots=True)
-class Live:
-    """The state of a trial, for the display."""
-
-    id: str
-    state: str = "waiting for workers"
-    total: int = 0
-    workers: int = 0
-    snapshot: dict[str, Any] = field(default_factory=dict)
-
-
 class SlotPool(Protocol):
     """`raydist.cluster.sweep.worker_group_pool.WorkerGroupPool`."""
 
     def get(self, plan: Plan, given_up: Callable[[], bool]) -> WorkerGroupSlot | None:
         """Waits for a free slot; None if no trial may start any more, or if `given_up()`."""
-        ...
 
     def wake(self) -> None:
         """Makes those that wait in `get` check `given_up` again."""
-        ...
 
     def put(self, slot: WorkerGroupSlot) -> None:
         """Returns a slot, for the next trial."""
-        ...
 
 
 class TrialRun:

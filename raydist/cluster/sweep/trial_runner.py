@@ -13,9 +13,10 @@ from typing import Any
 
 from raydist.cluster.session import Session
 from raydist.cluster.sweep.micro_batch_memory import MicroBatches
-from raydist.cluster.sweep.trial import EndRequest, Live, Plan, TrialRun
+from raydist.cluster.sweep.trial import EndRequest, Plan, TrialRun
 from raydist.cluster.sweep.worker_group_pool import WorkerGroupPool
 from raydist.errors import RaydistError
+from raydist.report.sweep.standing import Live
 from raydist.run.sweep_directory import SweepLog
 from raydist.run.sweep_state import CellState
 

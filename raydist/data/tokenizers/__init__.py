@@ -90,13 +90,13 @@ def encode_spans(tokenizer: Tokenizer, texts: Sequence[Rendered]) -> list[tuple[
     A tokenizer with `encode_with_starts` tells where tokens begin, and reads special tokens in texts that a template wrote. Of
     another one each stretch between the borders of spans is encoded by itself.
     """
-    told = getattr(tokenizer, "encode_with_starts", None)
-    if told is None:
+    with_starts = getattr(tokenizer, "encode_with_starts", None)
+    if with_starts is None:
         return [_by_stretches(tokenizer, text) for text in texts]
     made: dict[int, tuple[TokenArray, npt.NDArray[np.bool_]]] = {}
     for special in (False, True):
         chosen = [i for i, text in enumerate(texts) if text.special == special]
-        encoded = told([texts[i].text for i in chosen], special)
+        encoded = with_starts([texts[i].text for i in chosen], special)
         for i, (ids, starts) in zip(chosen, encoded, strict=True):
             counts = np.zeros(len(ids), dtype=np.bool_)
             for first, last in texts[i].spans:

@@ -37,6 +37,8 @@ class Exporter(BaseExporter):
         self._path = Path(facts.options["path"])
         self._buffer = bytearray()
         try:
+            # Only now: later the run's folder may be unmounted.
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             _cut_torn_line(self._path)
         except OSError as error:
             raise refused("write", self._path, error) from error
@@ -74,7 +76,6 @@ class Exporter(BaseExporter):
         if not self._buffer:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             append_whole(self._path, bytes(self._buffer))
         except OSError as error:
             raise refused("write", self._path, error) from error

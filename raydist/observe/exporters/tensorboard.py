@@ -52,10 +52,13 @@ class Exporter(BaseExporter):
         self._numbers = itertools.count(next_stamp(run.storage.files(TENSORBOARD), time.time()))
         self._name = ""
         self._buffer = BytesIO()
+        """The open file; of a local one only what is not stored, which a flush appends."""
+        self._before = 0
+        """Bytes of the open file that are stored, and no longer in the buffer."""
         self._head = 0
-        self._stored = 0
+        self._new = False
         self._uploaded_at = 0.0
-        self._done: list[tuple[str, bytes]] = []
+        self._done: list[tuple[str, int, bytes]] = []
         self._open()
 
     @staticmethod
@@ -68,7 +71,7 @@ class Exporter(BaseExporter):
         """Points of steps after `resume_step` are void. `at`, here and below: Unix time of the points."""
         from tensorboard.compat.proto import event_pb2
 
-        if self._buffer.tell() > self._head:
+        if self._size() > self._head:
             self._roll()
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(event_pb2.Event(wall_time=at, step=resume_step + 1, session_log=start))
@@ -123,10 +126,11 @@ class Exporter(BaseExporter):
         while self._done:
             self._store(*self._done[0])
             self._done.pop(0)
-            self._stored = 0
-        if self._buffer.tell() > self._stored:
-            self._store(self._name, self._buffer.getvalue())
-            self._stored = self._buffer.tell()
+        if self._new:
+            self._store(self._name, self._before, self._buffer.getvalue())
+            self._new = False
+            if self._run.storage.local is not None:
+                self._before, self._buffer = self._size(), BytesIO()
         self._uploaded_at = time.monotonic()
 
     def close(self) -> None:
@@ -138,27 +142,32 @@ class Exporter(BaseExporter):
 
         stamp = next(self._numbers)
         self._name = f"{TENSORBOARD}/events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self._buffer = BytesIO()
+        self._buffer, self._before = BytesIO(), 0
         self._frame(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-        self._head = self._buffer.tell()
+        self._head = self._size()
 
     def _roll(self) -> None:
-        self._done.append((self._name, self._buffer.getvalue()))
+        self._done.append((self._name, self._before, self._buffer.getvalue()))
         # While storage refuses writes, the oldest curve files (not the records) are dropped; [0] may be half stored.
         del self._done[1:-_KEPT_FILES]
         self._open()
 
     def _add(self, event: Any) -> None:
         self._frame(event.SerializeToString())
-        if self._buffer.tell() >= _ROLL_BYTES:
+        if self._size() >= _ROLL_BYTES:
             self._roll()
 
     def _frame(self, data: bytes) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         RecordWriter(self._buffer).write(data)
+        self._new = True
 
-    def _store(self, name: str, data: bytes) -> None:
+    def _size(self) -> int:
+        """Bytes of the open file."""
+        return self._before + self._buffer.tell()
+
+    def _store(self, name: str, before: int, data: bytes) -> None:
         """A local file is appended to, since TensorBoard follows open files; an object is uploaded as a whole."""
         storage = self._run.storage
         if storage.local is None:
@@ -166,7 +175,7 @@ class Exporter(BaseExporter):
             return
         try:
             with open(storage.appendable(name), "ab", opener=opener) as file:
-                file.truncate(self._stored)
-                file.write(data[self._stored :])
+                file.truncate(before)
+                file.write(data)
         except OSError as error:
             raise refused("write", storage.path(name), error) from error

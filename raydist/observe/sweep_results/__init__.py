@@ -76,11 +76,9 @@ class Rows(Protocol):
 
     def has(self, cell: str) -> bool:
         """Whether that trial's row is written."""
-        ...
 
     def write(self, row: Row) -> None:
         """Writes a row, or completes it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def lines(
         "behind": [_series(one, (low, high)) for one in behind],
         "marks": [_mark(one) for one in marks if low <= one.x <= high],
     }
-    words = [about or title, *(_told(one, across.name) for one in series)]
+    words = [about or title, *(_described(one, across.name) for one in series)]
     return _figure(title, unit, HEIGHT, data, ". ".join(words))
 
 
@@ -240,14 +240,14 @@ def _mark(mark: Mark) -> list[Any]:
 
 
 def _number(value: float, digits: int = _DIGITS) -> int | float | None:
-    """As it is written: without digits that nobody reads. None if it is not finite."""
+    """As it is written: without superfluous digits. None if it is not finite."""
     if not np.isfinite(value):
         return None
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
 
 
-def _told(series: Series, x_name: str) -> str:
+def _described(series: Series, x_name: str) -> str:
     """A line in words."""
     known = np.isfinite(series.y)
     x, y = series.x[known], series.y[known]

@@ -9,7 +9,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raydist.records import Event
@@ -42,6 +42,30 @@ class Leader:
     parameters: Mapping[str, Any]
     value: float
     seeds: int
+
+
+@dataclass(slots=True)
+class Live:
+    """The state of a running cell, for the display."""
+
+    id: str
+    state: str = "waiting for workers"
+    total: int = 0
+    workers: int = 0
+    snapshot: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Wall-clock hours while a driver ran; GPU-hours and worker-hours while trials had workers."""
+
+    hours: float = 0.0
+    gpu_hours: float = 0.0
+    worker_hours: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        """The sum of both."""
+        return Spent(self.hours + other.hours, self.gpu_hours + other.gpu_hours, self.worker_hours + other.worker_hours)
 
 
 class Standing:

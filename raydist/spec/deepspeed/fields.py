@@ -178,7 +178,7 @@ FIELDS: dict[str, Field] = {
         "lr_range_test_staircase",
         lost(),
     ),
-    "scheduler.params.last_batch_iteration": lost("a resumed run knows its step", off=-1),
+    "scheduler.params.last_batch_iteration": lost("a resumed run has its own step", off=-1),
     # Activations
     **_in(
         "activation_checkpointing",

@@ -80,7 +80,7 @@ def _muon(r: Reading) -> None:
         value = r.get(f"{PARAMS}.{key}")
         if value is not None and value != r.fields.get("optim.lr"):
             r.lose(f"{PARAMS}.{key}", "one optim.lr serves both")
-    r.notes.append("optimizer.type: Muon: its update is scaled to AdamW's root mean square here: tune lr anew")
+    r.notes.append("optimizer.type: Muon: its update is scaled to AdamW's root mean square here: tune lr again")
 
 
 def no_max_grad_norm(r: Reading) -> None:

@@ -80,5 +80,5 @@ def _together(spec: SweepSpec, found: list[Axis]) -> list[str]:
 
 
 def _name(path: Path) -> str:
-    """What a sweep is called that has no name: its file, as far as it is a name."""
+    """Default sweep name: the file name, if valid."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._")[:100] or "sweep"

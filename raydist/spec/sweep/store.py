@@ -40,7 +40,7 @@ def store(folder: SweepDir, sweep: Sweep, cells: Sequence[Cell]) -> None:
         if changed := _changed(spec, base, sweep):
             raise SpecError(
                 f"{sweep.source}: sweep {sweep.name} in {folder.uri} was started otherwise:\n" + "\n".join(changed),
-                "go on with it as it was, or give it another name to start anew",
+                "continue it unchanged, or give it another name to start a new sweep",
             )
     data = sweep.spec.model_dump(mode="json", exclude_defaults=True) | {"name": sweep.name, "base": BASE}
     text = redact(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
@@ -59,7 +59,7 @@ def read_stored(folder: SweepDir) -> tuple[SweepSpec, JobSpec]:
 
 
 def _changed(spec: SweepSpec, base: JobSpec, sweep: Sweep) -> list[str]:
-    """What makes a cell another one, beside what its id tells."""
+    """Fields, besides those in its id, that distinguish a cell."""
     before, now = _compared(spec, base), _compared(sweep.spec, sweep.base)
     return [
         f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"

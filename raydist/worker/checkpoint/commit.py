@@ -90,7 +90,7 @@ class Committer:
         if newest not in (0, self._facts.attempt):
             raise Fenced(
                 f"attempt {self._facts.attempt} may not commit: attempt {newest} has begun",
-                "this attempt was given up, and its processes should end",
+                "a newer attempt has replaced this one, and its processes should end",
             )
 
     def is_best(self, step: int) -> bool:

@@ -32,15 +32,12 @@ class ExtraState(Protocol):
     def state_tensors(self) -> Mapping[str, Tensor]:
         """The state as it is now. None of these tensors may change before the next update: copies of what a forward or a backward
         pass changes. A load writes into them."""
-        ...
 
     def state_values(self) -> Mapping[str, Any]:
         """JSON values, equal on all ranks; {} without any."""
-        ...
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Takes what was loaded into the tensors of `state_tensors`, and the saved values. Not called if the state starts anew."""
-        ...
 
 
 @runtime_checkable
@@ -52,7 +49,6 @@ class Joins(Protocol):
 
         Called for each rank that saved one of that name, in their order; all must have this rank's shape and dtype.
         """
-        ...
 
 
 def tensor_name(name: str, tensor: str) -> str:

@@ -165,7 +165,7 @@ class CheckpointManager:
             if change := numbers.schedule_change(manifest, self._spec, self._total, self._steps_per_epoch):
                 self._reporter.say("note", text=change)
             for name, why in loaded.anew.items():
-                self._reporter.say("note", text=f"extra state {name} starts anew: it {why}")
+                self._reporter.say("note", text=f"extra state {name} starts from its initial value: it {why}")
             for name in sorted(manifest.plain.get(EXTRA, {}).keys() - set(self._state.extra)):
                 self._reporter.say("note", text=f"extra state {name} of the checkpoint is not used by this job")
         return True
@@ -293,7 +293,7 @@ class CheckpointManager:
             self._saver.mark_eval(step, loss)
 
     def snapshot(self) -> None:
-        """Takes a snapshot of this step in memory, if the votes say so."""
+        """Takes a snapshot of this step in memory, if the votes require it."""
         assert self._memory_store is not None
         self._memory_store.start(self._progress.step, *self._capture())
 

@@ -100,7 +100,7 @@ class MemoryCheckpointer:
         buddies = max(totals.values()) if len(totals) > 1 else 0
         for node, total in totals.items():
             shm, memory = next((s, m) for n, _, s, m, _ in every if n == node)
-            problem = memory_layout.no_room({"its ranks": 2 * total, "its buddy's": 2 * buddies}, shm, memory) or ""
+            problem = memory_layout.no_room({"its ranks": 2 * total, "its peer's": 2 * buddies}, shm, memory) or ""
             problems += [problem] if problem else []
         if problems and self._every != "auto":
             raise UserError(problems[0])
@@ -124,7 +124,7 @@ class MemoryCheckpointer:
     def start(
         self, step: int, tensors: Mapping[str, Tensor], rank_tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
     ) -> None:
-        """Takes the snapshot of `step`, if the votes say so."""
+        """Takes the snapshot of `step`, if the votes require it."""
         self._interval.taken(step)
         if self._rank == 0 and (sent := memory_layout.sent(self._folder)) is not None:
             self._sender_s = sent[1]

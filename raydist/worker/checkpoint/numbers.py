@@ -29,13 +29,13 @@ def check(run: str, found: Manifest, numbers: Mapping[str, Any], total: int, all
     if not allow and len(changed) > len(_length(changed)):
         raise SpecChanged(
             f"run {run} has trained {found.step} steps with other numbers:\n    " + "\n    ".join(changed),
-            "train it as it was, give --allow-spec-change to go on all the same, or --fresh or another --name to start anew",
+            "restore the old values, or pass --allow-spec-change to continue anyway, or --fresh or another --name for a new run",
         )
     if total < found.step:
         raise SpecChanged(
             f"{' and '.join(_length(changed)) or 'train.steps'}: run {run} has trained {found.step} steps already, and the job "
-            f"asks for {total} in all",
-            f"ask for {found.step} steps or more, or give --fresh or another --name to start anew",
+            f"sets {total} in all",
+            f"set {found.step} steps or more, or pass --fresh or another --name to start a new run",
         )
     return changed
 

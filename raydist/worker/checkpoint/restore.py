@@ -144,8 +144,8 @@ def choose_from(
             break
     if rejected:
         raise CheckpointCorrupt(
-            f"{run.uri}: no checkpoint is as it was written:\n    " + "\n    ".join(rejected),
-            "bring the files back from a copy, or start anew (--fresh)",
+            f"{run.uri}: all checkpoints are damaged:\n    " + "\n    ".join(rejected),
+            "bring the files back from a copy, or start from the beginning (--fresh)",
         )
     return None
 
@@ -278,7 +278,7 @@ def load(
         raise CheckpointError(
             f"{run.uri}: the checkpoint of step {found.step} does not fit this model and optimizer:\n    "
             + "\n    ".join(problems[:20]) + more,
-            "train it with the model and optimizer that it was saved with, or start anew (--fresh)",
+            "train it with the model and optimizer that it was saved with, or start from the beginning (--fresh)",
         )  # fmt: skip
     same_mesh = mesh_of(mesh or {}, world_size) == found.mesh
     own = {rank_name(rank, n): t for n, t in rank_tensors.items()}

@@ -184,7 +184,7 @@ class Saver:
         save.done.wait(PATIENCE_S)
         state, rank, seconds = self._agree(save)
         if state == FENCED:
-            raise self._fenced or Fenced(f"attempt {self._attempt} may not commit", "this one was given up")
+            raise self._fenced or Fenced(f"attempt {self._attempt} may not commit", "a newer one has replaced it")
         if state in (SAVED, FAILED):
             self._save = None
             self._failures = self._failures + 1 if state == FAILED else 0
@@ -198,7 +198,7 @@ class Saver:
             self._save = None  # it is not waited for again
             raise SavesFailed(
                 f"{self._failures} saves in a row failed up to step {step}; the last one: rank {rank}: {cause}",
-                f"mend {self._run.uri}, then the same command goes on; checkpoint.max_failures is {self._max_failures}",
+                f"repair {self._run.uri}, then rerun the same command to resume; checkpoint.max_failures is {self._max_failures}",
             )
         return self._save is None
 
@@ -262,19 +262,19 @@ class Saver:
             left = save.begun + self._timeout_s - time.perf_counter()
             if not save.done.wait(max(left, PATIENCE_S)):
                 self._save = None
-                who = "its own part is not written" if save.state() == WRITING else "it waits for others"
+                who = "its own part is not written" if save.state() == WRITING else "it is waiting for other ranks"
                 raise SavesFailed(
                     f"the save of step {save.step} is still on its way after {time.perf_counter() - save.begun:.0f} s: on rank "
                     f"{self._rank} {who}",
-                    f"does {self._run.uri} answer? the same command goes on from the newest checkpoint; checkpoint.timeout_s is "
-                    f"{self._timeout_s:g}",
+                    f"check that {self._run.uri} responds; the same command resumes from the newest checkpoint; "
+                    f"checkpoint.timeout_s is {self._timeout_s:g}",
                 )
         if self._fenced is not None:
             raise self._fenced
         return self._last
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Waits for the save in flight. If it hangs, because a peer hangs, it is given up after `timeout_s`, with an event."""
+        """Waits for the save in flight. If it hangs, because a peer hangs, it is abandoned after `timeout_s`, with an event."""
         save, self._save = self._save, None
         if save is not None and not save.done.wait(timeout_s):
             cause = f"still not written {timeout_s:g} s after the end of training"

@@ -132,7 +132,7 @@ class TrainState:
         if len(saved["groups"]) != len(self._optimizer.param_groups):
             raise CheckpointError(
                 f"the optimizer has {len(self._optimizer.param_groups)} parameter groups, and had {len(saved['groups'])}",
-                "train with the optimizer that it was saved with, or start anew (--fresh)",
+                "train with the optimizer that it was saved with, or start from the beginning (--fresh)",
             )
         for group, now, built, then in zip(
             self._optimizer.param_groups, saved["groups"], self._built, saved["built"], strict=True

@@ -217,13 +217,13 @@ class ReplicaCheck(StepHook):
             named = ", ".join(f"rank {s['rank']} ({s['host']}, {s['node_ip']}, {s['device']})" for s in suspects)
             raise SuspectHardware(
                 f"step {step}: weights drifted for the third time on {named}: {', '.join(names)}",
-                f"test that hardware, or train without it; then delete {self._run.uri}/{DRIFT}, and the same command goes on",
+                f"test that hardware, or train without it; then delete {self._run.uri}/{DRIFT}, and the same command resumes",
             )
         if action == "rollback":
             which = ", ".join(map(str, ranks))
             raise Rollback(
                 f"step {step}: ranks {which} hold different values of {', '.join(names)}, and no majority says which are right",
-                "the next attempt goes on from the newest checkpoint",
+                "the next attempt resumes from the newest checkpoint",
             )
 
     def _written(self, step: int, odd: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:

@@ -3,9 +3,12 @@
 Runs in: each train worker, every rank, before the run's own model is built. Torch, never ray.
 
     passes without any exchange, and with torch's all-reduce     nothing to gain: torch's
+      -> the same in small buckets                                the faster size is that of other topologies
       -> a few passes of every way                                each with a model of its own, which is dropped
       -> the fastest and torch's once more                        the machine itself may be faster than before
       -> RUN/comm/world-00004.json                                every restart reads it there
+
+Only the last micro-batch of a step is summed: what a way gains in a pass counts as a share of the whole step.
 
 Which compressor is chosen changes numbers, and what is left of gradients is state of its kind. So a run keeps it at every number of
 ranks; the topology is chosen for each number, and anew after a link was found to have become slow.
@@ -13,31 +16,33 @@ ranks; the topology is chosen for each number, and anew after a link was found t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from raydist import registry
+from raydist.errors import UserError
 from raydist.extension_plans import compressor_plan
 from raydist.run.directory import COMM, RunDir
-from raydist.spec import JobSpec
+from raydist.spec import CommSpec, JobSpec
 from raydist.spec.comm import AUTO, NONE, TORCH
-from raydist.worker.comm import kept, topology
-from raydist.worker.comm.buckets.measure import Passes, passes
+from raydist.worker.comm import compressors, kept, topology
+from raydist.worker.comm.buckets.measure import passes
+from raydist.worker.comm.compressors import Sums
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel import Example
 from raydist.worker.parallel._topology import teams, two_levels
 
 Build = Callable[[], nn.Module]
-WORTH = 0.03
-"""A share of a pass: less is not worth another way than torch's, and two measurements of one way differ by up to it."""
-_AS_GOOD = 0.02
-"""Of ways whose times differ by less than this share the one that changes least is taken."""
+WORTH = 0.02
+"""A share of a step. Ways whose times differ by less count as equal: of these the one that changes least is taken, torch's first.
+It is also the most that the choice may lose (docs/adr/0018)."""
 SMALL_MB = 1.0
-"""Buckets of trials with a compressor, where the job does not say a size: its exchange then overlaps with backward."""
+"""Buckets that are tried beside torch's, where the job does not say a size: their sums overlap with backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The fields of the chosen way, and the reason. `seconds`: of a pass, by way; "no exchange" is the limit."""
+    """The fields of the chosen way, and the reason. `seconds`: of a step's passes, by way; "no exchange" is the limit."""
 
     way: dict[str, Any]
     because: str
@@ -76,14 +81,17 @@ def settle(spec: JobSpec, rank: Rank, run: RunDir, build: Build, example: Exampl
     torchs = Way(bucket_mb=_size(spec))
     if rank.world_size == 1:
         return torchs.of(spec), None
-    name = kept.links_file(run, "world", rank.world_size) if rank.first else ""
+    name = kept.links_file(run, f"world-{rank.world_size:05d}") if rank.first else ""
     known = kept.from_first(rank, Chosen, kept.read(run, name, Chosen) if rank.first else None)
     if known is None:
         before = kept.from_first(rank, Chosen, _elsewhere(run) if rank.first else None)
         chosen = tried(spec, rank, run, build, example, before)
         known = kept.from_first(rank, Chosen, kept.keep(run, name, chosen) if rank.first else None)
     assert known is not None
-    return Way(**known.way).of(spec), known
+    way = Way(**known.way)
+    if way.topology == "ring":  # the order is that of the nodes that this attempt has
+        way = replace(way, ring=topology.measured(rank, run).order)
+    return way.of(spec), replace(known, way=asdict(way))
 
 
 def _size(spec: JobSpec) -> float | None:
@@ -109,64 +117,91 @@ def tried(
         way = Way(**{**before.way, "topology": TORCH, "ring": None})
         return Chosen(asdict(way), f"{way}: as this run has chosen before", {})
 
-    def timed(way: Way) -> Passes:
-        return passes(way.of(spec), rank, way.bucket_mb, build, example)
+    count = spec.batches(rank.world_size)[1]
+    shapes: dict[str, torch.Size] = {}
 
-    first = timed(torchs)
-    times = {"no exchange": first.pass_s, str(torchs): first.synced_s}
-    share = 1 - first.pass_s / first.synced_s
-    waits = f"{max(share, 0.0):.0%} of a pass of {first.synced_s:.3g} s waits for gradients"
+    def built() -> nn.Module:
+        model = build()
+        shapes.update((name, p.shape) for name, p in model.named_parameters() if p.requires_grad)
+        return model
+
+    def timed(way: Way) -> float:
+        """Seconds of a step: of its micro-batches only the last one is summed."""
+        return (count - 1) * first.pass_s + passes(way.of(spec), rank, way.bucket_mb, built, example).synced_s
+
+    first = passes(torchs.of(spec), rank, size, built, example)
+    times = {"no exchange": count * first.pass_s, str(torchs): (count - 1) * first.pass_s + first.synced_s}
+    share = 1 - times["no exchange"] / times[str(torchs)]
+    step = f"a step of {times[str(torchs)]:.3g} s{f' in {count} micro-batches' if count > 1 else ''}"
+    because = f"{max(share, 0.0):.0%} of {step} waits for gradients"
     if share < WORTH:
-        return Chosen(asdict(torchs), f"{torchs}: {waits}, so nothing is to be gained", times)
-    others = _ways(spec, rank, run, size, choose_compress=before is None)
-    times |= {str(way): timed(way).synced_s for way in others}
-    ways = [torchs, *others]
-    best = fastest(ways, times)
-    if best != torchs:
+        return Chosen(asdict(torchs), f"{torchs}: {because}, so nothing is to be gained", times)
+    small = Way(bucket_mb=SMALL_MB) if size is None else torchs
+    if small != torchs:
+        times[str(small)] = timed(small)
+    ways = list(dict.fromkeys((torchs, small)))
+    more, links = _topologies(spec, rank, run, fastest(ways, times), small)
+    if spec.comm.compress == AUTO and before is None:
+        more += [replace(small, compress=name) for name in within(spec.comm, shapes)]
+    times |= {str(way): timed(way) for way in more}
+    ways += more
+    if (best := fastest(ways, times)) != torchs:
         for way in (torchs, best):
-            times[str(way)] = min(times[str(way)], timed(way).synced_s)
+            times[str(way)] = min(times[str(way)], timed(way))
+        best = fastest(ways, times)
+    because += f"; of a step: {', '.join(f'{name} {seconds:.3g} s' for name, seconds in times.items())}{links}"
+    if best == torchs:
+        return Chosen(asdict(torchs), f"{torchs}: no way is faster by {WORTH:.0%}; {because}", times)
     gain = times[str(torchs)] / times[str(best)] - 1
-    figures = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times.items())
-    if gain < WORTH:
-        return Chosen(
-            asdict(torchs), f"{torchs}: no way is faster by {WORTH:.0%}; {waits}; of a pass: {figures}", times
-        )
-    return Chosen(asdict(best), f"{best}: {gain:.0%} faster than {torchs}; {waits}; of a pass: {figures}", times)
+    return Chosen(asdict(best), f"{best}: {gain:.0%} faster than {torchs}; {because}", times)
 
 
 def fastest(ways: list[Way], times: Mapping[str, float]) -> Way:
-    """The first of those within `_AS_GOOD` of the least time. `ways`: those that change least come first."""
+    """The first of those within `WORTH` of the least time. `ways`: those that change least come first."""
     least = min(times[str(way)] for way in ways)
-    return next(way for way in ways if times[str(way)] <= least * (1 + _AS_GOOD))
+    return next(way for way in ways if times[str(way)] <= least * (1 + WORTH))
 
 
-def _ways(spec: JobSpec, rank: Rank, run: RunDir, size: float | None, choose_compress: bool) -> list[Way]:
-    """What to try beside torch's: other topologies, smaller buckets, then compressors by their loss. Every rank."""
+def _topologies(spec: JobSpec, rank: Rank, run: RunDir, sized: Way, small: Way) -> tuple[list[Way], str]:
+    """Other topologies to try, and what was measured of links for it. `sized`: torch's in the faster buckets. A direct sum alone
+    takes longer than a ring's, and gains where several overlap: it is tried in `small` buckets. Every rank."""
     found: list[Way] = []
-    plain = Way(bucket_mb=size)
-    if spec.comm.topology == AUTO:
-        if two_levels(teams(range(rank.world_size), gather_json(rank.node_ip, rank.control))):
-            found.append(replace(plain, topology="two_level"))
-        if rank.backend == "gloo":
-            found.append(replace(plain, topology="direct"))
-            if rank.world_size > 2 and topology.ORDERED:
-                order = topology.measured(rank, run).order
-                if order != [*range(rank.world_size)]:
-                    found.append(replace(plain, topology="ring", ring=order))
-    if spec.comm.compress == AUTO and choose_compress:
-        small = Way(bucket_mb=SMALL_MB if size is None else size)
-        if small != plain:
-            found.append(small)
-        found += [replace(small, compress=name) for name in within(spec.comm.max_loss_increase)]
-    return found
+    if spec.comm.topology != AUTO:
+        return found, ""
+    if two_levels(teams(range(rank.world_size), gather_json(rank.node_ip, rank.control))):
+        found.append(replace(sized, topology="two_level"))
+    if rank.backend != "gloo":
+        return found, ""
+    found.append(replace(small, topology="direct"))
+    if rank.world_size == 2 or not topology.ORDERED:
+        return found, ""
+    ring = topology.measured(rank, run)
+    if ring.order != [*range(rank.world_size)]:
+        found.append(replace(sized, topology="ring", ring=ring.order))
+    return found, f"; {ring.links}"
 
 
-def within(bound: float) -> list[str]:
-    """The built-in compressors whose known loss is within `bound`; the least loss first, then the most bits."""
-    plans = {name: plan for name in registry.names("compressor") if (plan := compressor_plan(name)) is not None}
-    known = {
-        n: (p.loss_increase, -p.bits)
-        for n, p in plans.items()
-        if p.loss_increase is not None and p.loss_increase <= bound
-    }
+def within(comm: CommSpec, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """The built-in compressors whose known loss is within `max_loss_increase`; the least loss first, then the most bits. Without
+    those that can compress no parameter of these shapes, and those whose loss is known with error feedback alone, if the job
+    leaves it out."""
+    known: dict[str, tuple[float, float]] = {}
+    for name in registry.names("compressor"):
+        plan = compressor_plan(name)
+        if plan is None or plan.loss_increase is None or plan.loss_increase > comm.max_loss_increase:
+            continue
+        if comm.error_feedback is False and plan.feedback and plan.loss_increase:
+            continue
+        if _takes(name, shapes):
+            known[name] = plan.loss_increase, -plan.bits
     return sorted(known, key=lambda name: known[name])
+
+
+def _takes(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
+    compressor = compressors.build(name, {})
+    try:
+        if isinstance(compressor, Sums):
+            compressor.refuse(shapes)
+    except UserError:
+        return False
+    return True

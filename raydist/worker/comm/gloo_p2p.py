@@ -52,7 +52,6 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Returns once the result has arrived."""
-        ...
 
 
 def direct(group: ProcessGroup) -> bool:

@@ -38,7 +38,7 @@ _known: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
 
 
 def another(ranks: Sequence[int], ordered: bool = False, alone: bool = False) -> dist.ProcessGroup:
-    """A group of these world ranks that nobody else uses. A collective of these ranks. `ordered`: in this order, not sorted; from
+    """A group of these world ranks for the caller alone. A collective of these ranks. `ordered`: in this order, not sorted; from
     torch 2.12.
 
     `alone`: other ranks of the world may make none meanwhile. NCCL else splits the communicator of all ranks, which each of them

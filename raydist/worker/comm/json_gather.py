@@ -1,7 +1,7 @@
 """Sends plain values between ranks as JSON in bytes: a rank parses what another rank sent, and never unpickles it.
 
-Runs in: each train worker. Torch, never ray. torch's `all_gather_object` and its like unpickle, so whoever reaches the port can
-run code. A group carries CPU tensors; None is a group of one rank.
+Runs in: each train worker. Torch, never ray. torch's `all_gather_object` and its like unpickle, so a process that reaches the port
+can run code. A group carries CPU tensors; None is a group of one rank.
 
 Each message has its hash, so one that was damaged on its way is an error and not another value.
 
@@ -89,7 +89,7 @@ def _checked(head: Tensor) -> tuple[int, int]:
 def _verified(data: bytes, hashed: int, rank: int) -> bytes:
     """The data, if it has that hash: TCP's checksum misses one of 65,536 errors. Raises ConnectionError."""
     if xxhash.xxh3_64_intdigest(data) != hashed:
-        raise ConnectionError(f"a value of rank {rank} of the group was damaged on its way: its hash is another one")
+        raise ConnectionError(f"a value of rank {rank} of the group was damaged on its way: hash mismatch")
     return data
 
 

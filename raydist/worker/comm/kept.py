@@ -21,13 +21,13 @@ T = TypeVar("T", bound=Any)
 """A dataclass of plain values."""
 
 
-def links_file(run: RunDir, what: str, world_size: int) -> str:
-    """Rank 0. The file of a choice about links, for that many ranks: another one after each finding of a slow link."""
+def links_file(run: RunDir, what: str) -> str:
+    """Rank 0. The file of a choice about links: another one after each finding of a slow link."""
     slow = sum(
         event.kind == "finding" and event.data["rule"] == "slow_link" and event.data.get("state", "new") == "new"
         for event in read_events(run)
     )
-    return f"{COMM}/{what}-{world_size:05d}{f'-slow-{slow}' if slow else ''}.json"
+    return f"{COMM}/{what}{f'-slow-{slow}' if slow else ''}.json"
 
 
 def keep(run: RunDir, name: str, chosen: T) -> T:

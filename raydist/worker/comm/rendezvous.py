@@ -2,9 +2,9 @@
 
 Runs in: each train worker. Torch, never ray.
 
-Torch's store, gloo and NCCL authenticate nobody: a process that reaches their ports can take a rank's place. So each attempt has a
-secret, which the coordinator sends to the agents with the order to train. A rank signs a hello in the store, and once the group is
-connected it answers each peer's challenge over their own connection. A rank that cannot is refused before a value of it is used.
+Torch's store, gloo and NCCL have no authentication: a process that reaches their ports can take a rank's place. So each attempt has
+a secret, which the coordinator sends to the agents with the order to train. A rank signs a hello in the store, and once the group
+is connected it answers each peer's challenge over their own connection. A rank that cannot is refused before a value of it is used.
 This does not encrypt or sign what follows: see docs/explanation/security.md.
 
     rank r --store--> hello r, signed --------> rank 0 checks them all, and signs that the ranks are complete

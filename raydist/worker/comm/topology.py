@@ -2,18 +2,20 @@
 
 Runs in: each train worker, every rank. Torch, never ray. How sums then go: raydist/worker/parallel/_topology.py.
 
-On three or more ranks the order changes the bits of a sum. So rank 0 writes it to the run's folder, once for each number of ranks,
-and every restart reads it there and measures nothing, until a link is found to have become slow.
+On three or more ranks the order changes the bits of a sum. So rank 0 writes it to the run's folder, once for each placement of the
+ranks on nodes, and every restart there reads it and measures nothing, until a link is found to have become slow.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 
 from raydist.errors import UserError
 from raydist.run.directory import RunDir
@@ -30,11 +32,12 @@ ORDERED = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The order of the ranks, and the reason. `measured`: the links, as plain values."""
+    """The order of the ranks, and the reason. `measured`: the links, as plain values; `links`: these in words."""
 
     order: list[int]
     because: str
     measured: dict[str, Any]
+    links: str
 
 
 def settle(spec: JobSpec, rank: Rank, run: RunDir, say: Callable[[str], None]) -> JobSpec:
@@ -70,22 +73,21 @@ def _no_ring(rank: Rank, order: Sequence[int] | None) -> UserError | None:
 
 
 def measured(rank: Rank, run: RunDir) -> Ring:
-    """The order that was kept for this number of ranks, or else that of the links as they are now. Every rank."""
-    name = kept.links_file(run, "ring", rank.world_size) if rank.first else ""
+    """The order that was kept for ranks on these nodes, or else that of the links as they are now. Every rank."""
+    nodes = gather_json(rank.node_ip, rank.control)
+    placement = xxhash.xxh32_hexdigest(json.dumps(nodes).encode())
+    name = kept.links_file(run, f"ring-{rank.world_size:05d}-{placement}") if rank.first else ""
     known = kept.from_first(rank, Ring, kept.read(run, name, Ring) if rank.first else None)
     if known is not None:
         return known
-    nodes = gather_json(rank.node_ip, rank.control)
     found = links.measure(rank)
     order = links.ring(found, nodes, _MESSAGE)
     plain = order == list(range(rank.world_size))
     speeds = [speed for row in found.bandwidth for speed in row if speed]
-    because = (
-        f"{', '.join(map(str, order))}{', the order of the ranks' if plain else ''}: links between {len(found.members)} "
-        f"{found.between} have {min(speeds) / 1e6:,.0f} to {max(speeds) / 1e6:,.0f} MB/s"
-    )
+    told = f"links between {len(found.members)} {found.between} have {min(speeds) / 1e6:,.0f} to {max(speeds) / 1e6:,.0f} MB/s"
+    because = f"{', '.join(map(str, order))}{', the order of the ranks' if plain else ''}: {told}"
     figures = {"names": found.names, "latency": found.latency, "bandwidth": found.bandwidth}
-    chosen = Ring(order, because, figures)
+    chosen = Ring(order, because, figures, told)
     made = kept.from_first(rank, Ring, kept.keep(run, name, chosen) if rank.first else None)
     assert made is not None
     return made

@@ -34,7 +34,6 @@ class Exchange(Protocol):
 
     def __call__(self, rows_RD: Tensor, counts_E: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The outputs of the experts of all ranks for these rows."""
-        ...
 
 
 def build(name: str, group: dist.ProcessGroup) -> Exchange:

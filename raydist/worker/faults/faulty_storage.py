@@ -17,7 +17,7 @@ from typing import Any
 
 from raydist import faults
 from raydist.sinks import Sink
-from raydist.storage import Storage
+from raydist.storage import GONE, Storage
 
 _ERRORS = {
     "no_inodes": OSError(errno.ENOSPC, ""),
@@ -75,9 +75,9 @@ class Illness:
 class _FaultyStorage(Storage):
     """A Storage with injected faults; without an active one it works as usual."""
 
-    def __init__(self, uri: str, ill: Illness) -> None:
-        super().__init__(uri)
-        self._ill = ill
+    def __init__(self, healthy: Storage, ill: Illness) -> None:
+        super().__init__(healthy.full_uri)
+        self.private, self.marks, self._ill = healthy.private, healthy.marks, ill
 
     def _meet(self, operation: str, name: str) -> faults.StorageFault | None:
         """Raises StorageError, or sleeps. Returns a fault whose error occurs in the middle of a file."""
@@ -88,9 +88,7 @@ class _FaultyStorage(Storage):
             self._ill.wait(fault)
         elif isinstance(fault, faults.UnmountedStorage):
             if operation == "write":
-                raise self._failed(
-                    operation, name, FileNotFoundError("its run's folder is gone; is its file system mounted?")
-                )
+                raise self._failed(operation, name, FileNotFoundError(GONE))
         elif fault is not None and fault.fault in _ERRORS:
             raise self._failed(operation, name, _ERRORS[fault.fault])
         return fault
@@ -166,6 +164,6 @@ class _SlowDisk:
         return self._sink.write(data)
 
 
-def ill_storage(uri: str, ill: Illness) -> Storage:
-    """The Storage of `uri`, with the faults of `ill`."""
-    return _FaultyStorage(uri, ill)
+def ill_storage(healthy: Storage, ill: Illness) -> Storage:
+    """The same storage, with the faults of `ill`."""
+    return _FaultyStorage(healthy, ill)

@@ -87,7 +87,7 @@ class Injector:
         self._leaked: list[Tensor] = []
         self._ill = Illness()
         if any(isinstance(fault, faults.StorageFault) for _, fault in self._due):
-            run.storage = ill_storage(run.full_uri, self._ill)
+            run.storage = ill_storage(run.storage, self._ill)
 
     def watch(self, heartbeat: Heartbeat) -> Heartbeat:
         """A heartbeat for the loop that injects faults at the loop's phases."""
@@ -221,8 +221,8 @@ class Injector:
                 host_pressure.fill_shared_memory(lasting, limit)
             case faults.SlowNetwork(seconds=lasting, bytes_per_s=rate):
                 links.slow(lasting, rate)
-            case faults.OneWayCut(seconds=lasting):
-                links.deaf(lasting)
+            case faults.OneWayCut(seconds=lasting, share=share):
+                links.deaf(lasting, share)
             case faults.ClockJump(process="agent", seconds=ahead):
                 if self._agent is None:
                     raise InjectedError("clock_jump: process: this rank has no agent")

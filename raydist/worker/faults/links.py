@@ -1,4 +1,4 @@
-"""Faults of a rank's network: its TCP connections send slowly, or receive nothing. No rights are needed.
+"""Faults of a rank's network: its TCP connections send slowly, or receive nothing or out of order. No rights are needed.
 
 Runs in: a rank of a run with faults. Neither torch nor ray. The kernel does it, socket by socket: the connections of gloo, of NCCL
 over TCP, of torch's store and of storage, as far as they exist when the fault begins; not InfiniBand, nor other processes.
@@ -19,8 +19,11 @@ from raydist.worker.faults import InjectedError
 # From asm-generic/socket.h; Python's socket module does not have them.
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER, _SO_MAX_PACING_RATE = 26, 27, 47
 _UNLIMITED = 0xFFFFFFFF
-_RETURN = 0x06
-"""The BPF instruction BPF_RET | BPF_K: of a packet, so many bytes are kept; with 0 it is dropped."""
+_LOAD, _JUMP_IF_ABOVE, _RETURN = 0x20, 0x25, 0x06
+"""Classic BPF: BPF_LD | BPF_W | BPF_ABS, BPF_JMP | BPF_JGT | BPF_K, and BPF_RET | BPF_K, by which so many bytes of a packet are
+kept; with 0 it is dropped."""
+_RANDOM = 0xFFFFF000 + 56
+"""SKF_AD_OFF + SKF_AD_RANDOM: what is loaded from there is 32 random bits."""
 
 
 def slow(seconds: float, bytes_per_s: int) -> None:
@@ -34,12 +37,18 @@ def slow(seconds: float, bytes_per_s: int) -> None:
     _for_a_time("slow_network", seconds, limit(bytes_per_s), limit(_UNLIMITED))
 
 
-def deaf(seconds: float) -> None:
-    """The kernel drops every packet to each connection, for that time; TCP sends them again. Raises InjectedError if there is
-    none.
+def deaf(seconds: float, share: float) -> None:
+    """The kernel drops that share of the packets to each connection, for that time; TCP sends them again, after later ones. Raises
+    InjectedError if there is no connection.
     """
-    nothing = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
-    program = struct.pack("@HP", 1, ctypes.addressof(nothing))  # struct sock_fprog: one instruction
+    steps = [
+        (_LOAD, 0, 0, _RANDOM),
+        (_JUMP_IF_ABOVE, 0, 1, int(share * _UNLIMITED)),  # if above, the next one, else the one after that
+        (_RETURN, 0, 0, _UNLIMITED),
+        (_RETURN, 0, 0, 0),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = struct.pack("@HP", len(steps), ctypes.addressof(code))  # struct sock_fprog
     _for_a_time(
         "one_way_cut",
         seconds,

@@ -43,27 +43,21 @@ class Clock(Protocol):
 
     def now(self) -> Any:
         """The current time, for `Call.begun`."""
-        ...
 
     def follow(self, call: Call) -> None:
         """Starts to watch for the end of a collective that has been started and has its work."""
-        ...
 
     def wait(self, call: Call | None, training: bool) -> Any:
         """A wait begins: for `call`, or if it is None for the newest call. `training`: whether the training thread waits."""
-        ...
 
     def waited(self, begun: Any) -> None:
         """The wait ends for which `wait` returned `begun`."""
-        ...
 
     def backward(self, calls: Sequence[Call]) -> None:
         """A backward pass has ended. Its engine has waited for `calls`, which no other code waited for."""
-        ...
 
     def settle(self) -> None:
         """Reports the seconds of all calls and waits that have ended. May be called in any thread; does not wait."""
-        ...
 
 
 GLOO_THREADS = 2

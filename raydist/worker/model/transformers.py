@@ -110,7 +110,7 @@ def values(spec: ModelSpec) -> dict[str, Any] | None:
 
 
 def vocabulary(spec: ModelSpec) -> int | None:
-    """Rows of the embedding, if the config says so."""
+    """Rows of the embedding, if the config has them."""
     size = (values(spec) or {}).get("vocab_size")
     return size if isinstance(size, int) else None
 
@@ -127,7 +127,7 @@ def check_job(job: JobSpec) -> None:
         first, *others = split
         also = f" (and parallel.{', parallel.'.join(others)})" if others else ""
         raise problem(f"parallel.{first}", split[first],
-                      f"cannot be used{also} with model.name: transformers, whose code knows no mesh",
+                      f"cannot be used{also} with model.name: transformers, which does not support meshes",
                       "set 1 and a parallel.strategy (ddp, zero1, zero2, zero3, hsdp), or take a built-in model")  # fmt: skip
 
 

@@ -20,20 +20,16 @@ class OptimizerHooks(Protocol):
 
     def prefetch(self) -> None:
         """Called before the backward pass of the step's last micro-batch."""
-        ...
 
     def scale_grads(self, factor: float) -> None:
         """The next update multiplies all gradients by `factor`."""
-        ...
 
     @property
     def pending_factor(self) -> float:
         """The factor by which the next update multiplies the gradients that are in `grad` now."""
-        ...
 
     def close(self) -> None:
         """Releases threads, memory and files that torch's interface does not cover."""
-        ...
 
 
 class PlainHooks:

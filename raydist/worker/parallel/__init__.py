@@ -16,17 +16,8 @@ A caller without an example, such as a training loop of the user's own, gives No
 (`WithoutExample`). It checks its first loss with `check_loss` of _model_graph.py, calls the model given to `wrap`, and
 `accumulate` is around each backward pass alone.
 
-A strategy may also have
-
-    passes(micro_batches, work)                    # runs the passes of a step in an order of its own: see `in_turn`
-    messages() -> list[(kind, elements, name)]     # the collectives of a step, in the order of the calls, with
-                                                   # the input elements of one rank, and their names in `raydist trace`
-    reducers() -> list[Reducer]                    # after `wrap`: what sends its gradients as `comm.compress` says
-                                                   # (worker/comm/compression), with `compresses=True` in its PLAN
-    parts: Parts | None                            # set before `wrap`: gradients of parts of the global batch are summed along
-                                                   # their tree (worker/parts.py), with `parts=True` in its PLAN
-    reduces_together() -> int                      # then: ranks of the data axis that reduce each part's gradient together, 1 where
-                                                   # each rank adds up whole gradients first
+A strategy may leave out `parts`, `passes`, `messages`, `reducers` and `reduces_together`: `build` takes those of
+`ParallelStrategy` then.
 
 At the top level of the file, without torch (raydist/registry.py, `described`), there may be `PLAN: StrategyPlan`
 (raydist/extension_plans.py) for `raydist plan`; `Options`, a pydantic model of `parallel.options`; `check_spec(spec: JobSpec)`,
@@ -47,7 +38,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -56,11 +48,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.spec import JobSpec
 from raydist.worker.loss import unwrapped
 from raydist.worker.mesh import Mesh
 from raydist.worker.parts import Parts
+
+if TYPE_CHECKING:
+    from raydist.worker.comm.compression.reducer import Reducer
 
 
 class Example(Protocol):
@@ -68,7 +64,6 @@ class Example(Protocol):
 
     def __call__(self, module: nn.Module, samples: int = 1, part: bool = False) -> torch.Tensor:
         """The sum of their losses; if `module` is a part of the model that gives no loss, of its output."""
-        ...
 
 
 class Work(Protocol):
@@ -79,22 +74,19 @@ class Work(Protocol):
 
     def around(self, index: int) -> AbstractContextManager[Any]:
         """A context from before the forward pass of micro-batch `index` to after its backward pass. Several may be open."""
-        ...
 
     def forward(self, module: nn.Module, index: int, batch: MicroBatch, part: bool = False) -> torch.Tensor:
         """The loss of a micro-batch, summed over its tokens: a scalar. If `module` is a `part` of the model that gives no loss, its
         output."""
-        ...
 
     def backward(self, index: int, made: torch.Tensor | GradientEdge, grad: torch.Tensor | None = None) -> None:
         """Computes gradients of what `forward` made, in ascending order of `index` for each part of the model. Of an output of a
         part, which may be given as its place in the graph, `grad` is the gradient."""
-        ...
 
 
 def in_turn(strategy: ParallelStrategy, micro_batches: Sequence[MicroBatch], work: Work) -> None:
     """The passes of a strategy without `passes`: one micro-batch after another, each forward and backward."""
-    parts: Parts | None = getattr(strategy, "parts", None)
+    parts = strategy.parts
     if not work.trains:
         module = unwrapped(strategy.module)  # DDP's wrapper would synchronize buffers
         for index, batch in enumerate(micro_batches):
@@ -108,15 +100,6 @@ def in_turn(strategy: ParallelStrategy, micro_batches: Sequence[MicroBatch], wor
             parts.enter(index, len(micro_batches))
         with work.around(index), strategy.accumulate(last=index == len(micro_batches) - 1):
             work.backward(index, work.forward(strategy.module, index, batch))
-
-
-def run_passes(strategy: ParallelStrategy, micro_batches: Sequence[MicroBatch], work: Work) -> None:
-    """Runs all passes of these micro-batches, in the strategy's order. Every rank."""
-    own = getattr(strategy, "passes", None)
-    if own is not None:
-        own(micro_batches, work)
-    else:
-        in_turn(strategy, micro_batches, work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,44 +163,70 @@ class ParallelStrategy(Protocol):
     """If set, called in the backward of the last micro-batch with those `local`s whose gradient is final except for scaling, on
     the stream that computes it. A strategy may report only some of them, or none, before `finish_grads`."""
 
+    parts: Parts | None = None
+    """Set before `wrap`: gradients of parts of the global batch are summed along their tree (worker/parts.py). With `parts=True` in
+    its PLAN."""
+
     def __init__(self, spec: JobSpec, mesh: Mesh) -> None: ...
 
     def wrap(self, model: nn.Module, example: Example) -> nn.Module:
         """Moves the model to its device and distributes it. Raises GraphMismatch, which names parameters and ranks."""
-        ...
 
     def shards(self) -> Mapping[str, ParamShard]:
         """The parts that this rank's optimizer updates, by the names of the plain model's `named_parameters`, in their order."""
-        ...
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """A context around one micro-batch. In the `last` one of a step the gradients are reduced over all ranks, if not before."""
-        ...
 
     def finish_grads(self) -> None:
         """Called after the last backward of a step. After it every shard has its gradient, summed over the replicas."""
-        ...
 
     def scale_grads(self, factor: float) -> None:
         """Multiplies the gradients in place."""
-        ...
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
-        ...
 
     def updated(self) -> None:
         """Call it when shards have new values, from an update or a checkpoint: the next forward pass uses them on all ranks."""
-        ...
+
+    def passes(self, micro_batches: Sequence[MicroBatch], work: Work) -> None:
+        """Runs all passes of these micro-batches, in an order of the strategy's own. Every rank. Default: `in_turn`."""
+        in_turn(self, micro_batches, work)
+
+    def messages(self) -> list[tuple[str, int, str]]:
+        """The collectives of a step, in the order of the calls: (kind, input elements of one rank, name in `raydist trace`)."""
+        return []
+
+    def reducers(self) -> list[Reducer]:
+        """After `wrap`: what sends its gradients as `comm.compress` says (worker/comm/compression). With `compresses=True` in its
+        PLAN."""
+        return []
+
+    def reduces_together(self) -> int:
+        """Ranks of the data axis that reduce the gradient of each of `parts` together; 1 where each rank adds up whole gradients
+        first."""
+        return 1
 
 
 class WithoutExample(ParallelStrategy, Protocol):
-    """ddp, zero1, zero2 and zero3."""
+    """A strategy with `without_example=True` in its PLAN."""
 
     def wrap(self, model: nn.Module, example: Example | None) -> nn.Module:
         """See `ParallelStrategy.wrap`. Without an example no forward pass is made, and the graph is not checked."""
-        ...
 
     def gather(self) -> None:
         """Returns once each rank has the newest values of all weights that it holds whole. A collective."""
-        ...
+
+
+_OPTIONAL = ("parts", "passes", "messages", "reducers", "reduces_together")
+
+
+def build(spec: JobSpec, mesh: Mesh) -> ParallelStrategy:
+    """The strategy that the job names. A class that is not derived from `ParallelStrategy` gets its defaults."""
+    made: ParallelStrategy = registry.load("parallel", spec.parallel.strategy)(spec, mesh)
+    for name in _OPTIONAL:
+        if not hasattr(made, name):
+            default = getattr(ParallelStrategy, name)
+            setattr(made, name, MethodType(default, made) if callable(default) else default)
+    return made

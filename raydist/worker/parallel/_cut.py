@@ -1,7 +1,7 @@
 """Parameters of which each rank of a group has a part along one dimension: the cut itself, and the places of the parts.
 
 Runs in: each train worker. Torch, never ray. Sends nothing. Tensor parallel layers and experts are cut like that; the strategy
-then splits a rank's part along the data axis, and knows nothing of this file.
+then splits a rank's part along the data axis, independently of this file.
 """
 
 from __future__ import annotations

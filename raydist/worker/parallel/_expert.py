@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from raydist.errors import UserError
+from raydist.extension_plans import strategy_plan
 from raydist.spec import JobSpec
 from raydist.worker import exchange
 from raydist.worker.mesh import Mesh
@@ -31,9 +32,6 @@ from raydist.worker.parallel import Example, ParallelStrategy, ParamShard
 from raydist.worker.parallel._cut import Cut, Cuts
 from raydist.worker.parallel._model_graph import initialise, plain_name
 from raydist.worker.parts import Parts
-
-_FULL = {"hsdp": "zero3"}
-"""Strategy -> that of its experts, where it is another: the replicas of an expert need not make whole groups of hsdp."""
 
 
 def split_experts(model: nn.Module, mesh: Mesh, name: str) -> Cuts | None:
@@ -68,7 +66,7 @@ def split_experts(model: nn.Module, mesh: Mesh, name: str) -> Cuts | None:
     return cuts
 
 
-class ExpertParallel:
+class ExpertParallel(ParallelStrategy):
     """The strategy of a model with experts on several ranks: one for the experts, one for all else. See `ParallelStrategy`."""
 
     module: nn.Module
@@ -76,9 +74,10 @@ class ExpertParallel:
 
     def __init__(self, spec: JobSpec, mesh: Mesh, make: Callable[[JobSpec, Mesh], ParallelStrategy]) -> None:
         self._mesh = mesh
-        name = spec.parallel.strategy
+        plan = strategy_plan(spec.parallel.strategy)
+        name = plan.experts if plan is not None and plan.experts else spec.parallel.strategy
         self._dense = make(spec, mesh)
-        self._experts = make(spec.with_fields({"parallel.strategy": _FULL.get(name, name)}), mesh.experts)
+        self._experts = make(spec.with_fields({"parallel.strategy": name}), mesh.experts)
         self._both = (self._dense, self._experts)
         self.loss_factor = self._dense.loss_factor
 
@@ -107,21 +106,18 @@ class ExpertParallel:
     @property
     def parts(self) -> Parts | None:
         """See `ParallelStrategy`: those of the dense strategy."""
-        parts: Parts | None = self._dense.parts  # type: ignore[attr-defined]
-        return parts
+        return self._dense.parts
 
     @parts.setter
-    def parts(self, parts: Parts) -> None:
+    def parts(self, parts: Parts | None) -> None:
         """Sets them for both strategies. The ranks with the same experts have the rows of several replicas, or of a part of one."""
         axis = self._mesh.experts
-        self._dense.parts = parts  # type: ignore[attr-defined]
-        together: int = self._experts.reduces_together()  # type: ignore[attr-defined]
-        self._experts.parts = parts.for_experts(axis.data_rank, axis.data_size, together)  # type: ignore[attr-defined]
+        self._dense.parts, together = parts, self._experts.reduces_together()
+        self._experts.parts = parts and parts.for_experts(axis.data_rank, axis.data_size, together)
 
     def reduces_together(self) -> int:
         """See `ParallelStrategy`."""
-        together: int = self._dense.reduces_together()  # type: ignore[attr-defined]
-        return together
+        return self._dense.reduces_together()
 
     def shards(self) -> Mapping[str, ParamShard]:
         """See `ParallelStrategy.shards`."""
@@ -133,10 +129,10 @@ class ExpertParallel:
         return self._dense.on_final
 
     @on_final.setter
-    def on_final(self, told: Callable[[Sequence[Tensor]], None] | None) -> None:
+    def on_final(self, callback: Callable[[Sequence[Tensor]], None] | None) -> None:
         """Sets it for both strategies."""
         for strategy in self._both:
-            strategy.on_final = told
+            strategy.on_final = callback
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -168,7 +164,7 @@ class ExpertParallel:
 
     def messages(self) -> list[tuple[str, int, str]]:
         """For traces: those of both strategies."""
-        return [message for strategy in self._both for message in getattr(strategy, "messages", list)()]
+        return [message for strategy in self._both for message in strategy.messages()]
 
 
 class _ExpertsAlone(nn.Module):

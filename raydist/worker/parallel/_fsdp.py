@@ -24,7 +24,7 @@ from raydist.spec import JobSpec
 from raydist.worker.comm import gloo_p2p
 from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.mesh import Mesh
-from raydist.worker.parallel import Example, ParamShard
+from raydist.worker.parallel import Example, ParamShard, WithoutExample
 from raydist.worker.parallel._fsdp_compression import CompressedCopies, CompressedReduceScatter, units
 from raydist.worker.parallel._fsdp_parts import PartCopies, PartReduceScatter
 from raydist.worker.parallel._model_graph import blocks_of, check_graph, initialise, refuse_scalars, tied_across, weakly
@@ -33,11 +33,10 @@ from raydist.worker.parts import Parts, WholeSums
 from raydist.worker.precision import DTYPES
 
 
-class FullyShardedStrategy(ABC):
+class FullyShardedStrategy(WithoutExample, ABC):
     """See `ParallelStrategy`. Each strategy's file defines `mesh`, the ranks to split over."""
 
     module: nn.Module
-    parts: Parts | None = None
     on_final: Callable[[Sequence[torch.Tensor]], None] | None = None
 
     def __init__(self, spec: JobSpec, mesh: Mesh) -> None:
@@ -49,7 +48,7 @@ class FullyShardedStrategy(ABC):
         self._copies: list[CompressedCopies] = []
         self._scatters: list[PartReduceScatter] = []
         self._between = False
-        """Whether FSDP2 is told of one copy only, and the sum over the copies follows in a hook."""
+        """Whether FSDP2 gets one copy only, and the sum over the copies follows in a hook."""
 
     @abstractmethod
     def devices(self) -> DeviceMesh:
@@ -273,7 +272,7 @@ class FullyShardedStrategy(ABC):
         for module in self._sharded:
             module.reshard()  # does nothing after a step
 
-    def gather(self) -> None:  # noqa: B027
+    def gather(self) -> None:
         """See `WithoutExample.gather`: between passes a rank holds its rows alone."""
 
 

@@ -5,7 +5,7 @@ Runs in: each train worker. Torch, never ray.
     rank 0   embedding, blocks 0-3  --activations-->  rank 1   blocks 4-7, norm, head, loss
                                     <---gradients---
 
-A stage is a module of its own, with the names of the plain model, and has a strategy of its own, which knows nothing of the others.
+A stage is a module of its own, with the names of the plain model, and has a strategy of its own, independent of the others.
 Passing activations changes no number: losses and gradients have the bits of the same micro-batches on one rank. The order of the
 passes is in worker/pipeline_schedule.py, how they are made in _pipeline_passes.py, the cut of a model in _stages.py. Stage s of a
 replica is on the replica's rank s modulo `pipeline`.
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from raydist.data.batches import MicroBatch
 from raydist.errors import UserError
 from raydist.spec import JobSpec
-from raydist.worker.comm.compression.reducer import Reducer, reducers_of
+from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.comm.groups import another
 from raydist.worker.comm.tree import sum_flat
 from raydist.worker.mesh import Mesh
@@ -42,7 +42,7 @@ _SHAPE_TAG = 8
 """Beyond the ways of transfers."""
 
 
-class Pipeline:
+class Pipeline(ParallelStrategy):
     """The strategy of a pipeline: one strategy a stage, and the order of their passes. See `ParallelStrategy`.
 
     `cut` comes before `wrap`, and sets `cuts`. `in_flight`: the most micro-batches that were between their passes, of all stages of
@@ -60,7 +60,7 @@ class Pipeline:
         self.stages: list[Stage] = []
         self.loss_factor = self._strategies[0].loss_factor
         self.in_flight = 0
-        self._told: list[tuple[dist.Work, Tensor]] = []
+        self._sent_shapes: list[tuple[dist.Work, Tensor]] = []
         self.most_sends = most_sends(mesh.pipeline, self._chunks)
         self._on_final: Callable[[Sequence[Tensor]], None] | None = None
         self._tied: dict[tuple[int, ...], list[str]] = {}
@@ -138,7 +138,7 @@ class Pipeline:
                 self._tie_groups[ranks] = group
         for stage in self.stages:
             stage.strategy.wrap(stage.module, _ExampleOfStage(self, stage, example))
-        for sent, _ in self._told:
+        for sent, _ in self._sent_shapes:
             sent.wait()
         if isinstance(model, Stages):
             model.refresh()
@@ -164,18 +164,17 @@ class Pipeline:
     @property
     def parts(self) -> Parts | None:
         """See `ParallelStrategy`."""
-        return getattr(self._strategies[0], "parts", None)
+        return self._strategies[0].parts
 
     @parts.setter
-    def parts(self, parts: Parts) -> None:
+    def parts(self, parts: Parts | None) -> None:
         """Sets them for every stage, before `cut`."""
         for strategy in self._strategies:
-            strategy.parts = parts  # type: ignore[attr-defined]
+            strategy.parts = parts
 
     def reduces_together(self) -> int:
         """See `ParallelStrategy`."""
-        together: int = self._strategies[0].reduces_together()  # type: ignore[attr-defined]
-        return together
+        return self._strategies[0].reduces_together()
 
     @property
     def on_final(self) -> Callable[[Sequence[Tensor]], None] | None:
@@ -183,13 +182,13 @@ class Pipeline:
         return self._on_final
 
     @on_final.setter
-    def on_final(self, told: Callable[[Sequence[Tensor]], None] | None) -> None:
+    def on_final(self, callback: Callable[[Sequence[Tensor]], None] | None) -> None:
         """Sets it for every stage."""
         shards = self.shards()
         tied = {id(shards[name].local) for names in self._tied.values() for name in names if name in shards}
-        self._on_final = told
-        if told is not None and tied:
-            self._on_final = lambda parameters: told([p for p in parameters if id(p) not in tied])
+        self._on_final = callback
+        if callback is not None and tied:
+            self._on_final = lambda parameters: callback([p for p in parameters if id(p) not in tied])
         for stage in self.stages:
             stage.strategy.on_final = self._on_final
 
@@ -229,11 +228,11 @@ class Pipeline:
 
     def reducers(self) -> list[Reducer]:
         """See `ParallelStrategy`: those of the stages."""
-        return [r for stage in self.stages for r in reducers_of(stage.strategy)]
+        return [r for stage in self.stages for r in stage.strategy.reducers()]
 
     def messages(self) -> list[tuple[str, int, str]]:
         """For traces: the collectives of the stages, the last one's first, as backward does."""
-        return [m for stage in reversed(self.stages) for m in getattr(stage.strategy, "messages", list)()]
+        return [m for stage in reversed(self.stages) for m in stage.strategy.messages()]
 
 
 class _ExampleOfStage:
@@ -251,9 +250,9 @@ class _ExampleOfStage:
         hidden = None
         if stage.number:
             if stage.entry is None:
-                told = torch.empty(8, dtype=torch.int64)
-                dist.recv(told, pipeline._links.peer(stage.number - 1), group=control, tag=_SHAPE_TAG)
-                code, ndim, *sizes = told.tolist()
+                head = torch.empty(8, dtype=torch.int64)
+                dist.recv(head, pipeline._links.peer(stage.number - 1), group=control, tag=_SHAPE_TAG)
+                code, ndim, *sizes = head.tolist()
                 stage.entry = tuple(sizes[:ndim]), _DTYPES[code]
             shape, dtype = stage.entry
             hidden = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
@@ -265,12 +264,12 @@ class _ExampleOfStage:
         if not last and stage.exit is None:
             out = _checked(stage.number, bound.out)
             stage.exit = tuple(out.shape[1:]), out.dtype
-            told = torch.zeros(8, dtype=torch.int64)
-            told[: 1 + out.ndim] = torch.tensor([_DTYPES.index(out.dtype), out.ndim - 1, *out.shape[1:]])
+            head = torch.zeros(8, dtype=torch.int64)
+            head[: 1 + out.ndim] = torch.tensor([_DTYPES.index(out.dtype), out.ndim - 1, *out.shape[1:]])
             # Not awaited here: a rank whose next stage this is may have to wrap the one before it first, together with this rank.
-            sent = dist.isend(told, pipeline._links.peer(stage.number + 1), group=control, tag=_SHAPE_TAG)
+            sent = dist.isend(head, pipeline._links.peer(stage.number + 1), group=control, tag=_SHAPE_TAG)
             assert sent is not None
-            pipeline._told.append((sent, told))
+            pipeline._sent_shapes.append((sent, head))
         return made
 
 

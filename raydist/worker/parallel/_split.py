@@ -59,9 +59,9 @@ class LayerSplit:
         """The tensor group."""
         return self.tensor.group if self.tensor is not None else None
 
-    def final(self, told: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
+    def final(self, callback: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
         """See `TensorParallel.final`."""
-        return self.tensor.final(told) if self.tensor is not None else told
+        return self.tensor.final(callback) if self.tensor is not None else callback
 
     def sum_gradients(self) -> None:
         """See `TensorParallel.sum_gradients`."""

@@ -16,8 +16,8 @@ What is split, and where, is written in the model: `tensor_rules`, the name of a
     vocabulary   an Embedding or a Linear with its own part of the vocabulary: the first and the last layer
 
 All other parameters are whole on every rank, and each rank's gradient of them is a part of the sum: of its tokens, or its heads.
-`sum_gradients` adds these up, in one all-reduce. The strategy splits what a rank has along `data`, and knows nothing
-of this file.
+`sum_gradients` adds these up, in one all-reduce. The strategy splits what a rank has along `data`, independently of
+this file.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ class TensorParallel:
         self._shards = shards
         self.partial = frozenset(name for name in shards if name not in self.cuts and name not in complete)
 
-    def final(self, told: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
-        """For `strategy.on_final`: `told` without the parameters whose gradients are not summed over the tensor group yet."""
+    def final(self, callback: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
+        """For `strategy.on_final`: `callback` without the parameters whose gradients are not summed over the tensor group yet."""
         own = {id(self._shards[name].local) for name in self.partial}
-        return lambda parameters: told([p for p in parameters if id(p) not in own])
+        return lambda parameters: callback([p for p in parameters if id(p) not in own])
 
     def sum_gradients(self) -> None:
         """Adds up the ranks' parts of the gradients of `partial`. Once a step, when the strategy has summed them over `data`."""

@@ -27,7 +27,7 @@ from raydist.worker.comm import gloo_p2p
 from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.comm.tree import Fold, Node, in_place
 from raydist.worker.mesh import Mesh
-from raydist.worker.parallel import Example, ParamShard
+from raydist.worker.parallel import Example, ParamShard, WithoutExample
 from raydist.worker.parallel._model_graph import blocks_of, check_graph, refuse_scalars, tied_across, weakly
 from raydist.worker.parallel._zero_units import Slot, Unit, rows_of
 from raydist.worker.parts import Parts, WholeSums
@@ -37,13 +37,12 @@ IN_FLIGHT = 2
 """Units that are sent at a time: one is sent while the next is computed."""
 
 
-class ZeroStrategy:
+class ZeroStrategy(WithoutExample):
     """See `ParallelStrategy`. On one rank, the model as it is."""
 
     module: nn.Module
     takes_meta = False
     on_final: Callable[[Sequence[Tensor]], None] | None = None
-    parts: Parts | None = None
     reduce_each: bool
     """Whether gradients are reduced to this rank's rows in every micro-batch (ZeRO-2), or stay whole until the last (ZeRO-1)."""
 
@@ -263,6 +262,8 @@ class ZeroStrategy:
         """See `ParallelStrategy.updated`. Gathers the first units at once, the others during the forward pass."""
         for unit in self._units:
             unit.stale = True
+        for slot in self._gathering if self._units else []:
+            slot.wait()  # a gather that began before these weights did, and that no forward pass has taken
         for unit in self._units[:IN_FLIGHT]:
             self._gather(unit)
 

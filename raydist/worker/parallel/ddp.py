@@ -23,14 +23,14 @@ from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.mesh import Mesh
 from raydist.worker.model._moe import layers_of
-from raydist.worker.parallel import Example, ParamShard
+from raydist.worker.parallel import Example, ParamShard, WithoutExample
 from raydist.worker.parallel._model_graph import check_graph, plain_name
 from raydist.worker.parallel._topology import all_reduce_of, ring_of
 from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
-from raydist.worker.parts import Parts, WholeSums
+from raydist.worker.parts import WholeSums
 from raydist.worker.precision import DTYPES
 
-PLAN = StrategyPlan(bucketed=True, compresses=True, parts=True, local_steps=True)
+PLAN = StrategyPlan(bucketed=True, compresses=True, parts=True, local_steps=True, without_example=True)
 
 # Renamed in torch 2.13.
 _SYNC_BUFFERS = (
@@ -40,13 +40,12 @@ _SYNC_BUFFERS = (
 )
 
 
-class Strategy:
+class Strategy(WithoutExample):
     """DDP. On one rank, the model is not wrapped. With `comm.topology: two_level` the constructor is a collective."""
 
     module: nn.Module
     takes_meta = False
     on_final: Callable[[Sequence[torch.Tensor]], None] | None = None
-    parts: Parts | None = None
 
     def __init__(self, spec: JobSpec, mesh: Mesh) -> None:
         self._spec, self._mesh, self._rank = spec, mesh, mesh.rank

@@ -21,6 +21,7 @@ PLAN = StrategyPlan(
     compresses=True,
     parts=True,
     local_steps=True,
+    experts="zero3",
 )
 
 VARIANTS = {"in pairs": {"shard": 2}}

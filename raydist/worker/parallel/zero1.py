@@ -8,7 +8,7 @@ from __future__ import annotations
 from raydist.extension_plans import StrategyPlan
 from raydist.worker.parallel._zero import ZeroStrategy
 
-PLAN = StrategyPlan(sharded=("optimizer",), compresses=True, parts=True)
+PLAN = StrategyPlan(sharded=("optimizer",), compresses=True, parts=True, without_example=True)
 
 
 class Strategy(ZeroStrategy):

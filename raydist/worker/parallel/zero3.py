@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from raydist.extension_plans import StrategyPlan
 from raydist.worker.parallel._fsdp import FullyShardedStrategy
 
-PLAN = StrategyPlan(sharded=("optimizer", "gradients", "parameters"), compresses=True, parts=True)
+PLAN = StrategyPlan(sharded=("optimizer", "gradients", "parameters"), compresses=True, parts=True, without_example=True)
 VARIANTS = {
     "keeping all": {"reshard_after_forward": False},
     "dropping all, no prefetch": {"reshard_after_forward": True, "prefetch": 0},

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from raydist.cluster.sweep.budget import Spent, before, reached
+from raydist.cluster.sweep.budget import before, reached
 from raydist.records import Event
+from raydist.report.sweep.standing import Spent
 from raydist.spec.sweep.models import LimitsSpec
 
 HOUR = 3600.0

@@ -12,13 +12,13 @@ from typing import Any, cast
 import pytest
 
 from raydist.cluster.session import Session
-from raydist.cluster.sweep.budget import Spent
 from raydist.cluster.sweep.ray_tune import TrialQueue
 from raydist.cluster.sweep.sweep import Ended, SweepRun
 from raydist.cluster.sweep.trial import EndRequest
 from raydist.cluster.sweep.trial_runner import TrialRunner
 from raydist.cluster.sweep.worker_group_pool import WorkerGroupPool
 from raydist.errors import PreflightError
+from raydist.report.sweep.standing import Spent
 from raydist.run.sweep_directory import SweepDir, SweepLog
 from raydist.spec.sweep import SweepSpec
 
@@ -145,7 +145,7 @@ def test_raydist_stop(tmp_path: Path) -> None:
     assert run._watch(thread, trial_runner, log, queue) == Ended("interrupted", "interrupted", signal.SIGINT)
     thread.join()
     assert cell.told == [EndRequest("paused", "interrupted", at_once=False)]
-    assert view.notes[0] == "process 7 on h asks this sweep to end"
+    assert view.notes[0] == "stop requested by process 7 on h"
 
 
 def test_what_a_search_will_not_choose_is_not_waited_for(tmp_path: Path) -> None:

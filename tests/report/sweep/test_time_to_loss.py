@@ -16,6 +16,7 @@ from raydist.records import Event, StepRecord
 from raydist.report.sweep.figures import measure
 from raydist.report.sweep.results import tell
 from raydist.report.sweep.time_to_loss import Axis, front, of_point, reached
+from raydist.run.directory import SPEC
 from tests.report.sweep.conftest import Swept
 
 Make = Callable[..., Swept]
@@ -28,6 +29,7 @@ def test_the_course_of_a_run(swept: Make) -> None:
     """
     run = swept("array: {parameters: {lr: [1]}}").folder.run("r")
     assert measure(run)["course"] == {"eval_loss": [], "loss": []}
+    run.storage.write(SPEC, b"{}")
     watch = RunMonitor(run.uri, interval_s=60.0)
 
     def step(s: int, attempt: int, workers: int) -> dict[str, Any]:

@@ -150,12 +150,15 @@ MOE = {"name": "qwen_moe", "layers": 2, "width": 32, "heads": 4, "context": 16, 
 
 
 @torch.no_grad()
-def test_from_any_mesh_one_tensor_at_a_time(ranks, tmp_path, datasets):
-    """Shards of 4 ranks (zero3 over tensor parallel ranks) become files of the given size with an index, with the saved bits; no
-    more than one tensor and its buffer are in memory, and of stacked experts no more than one."""
+@pytest.mark.parametrize(
+    "mesh", [{"strategy": "zero3", "tensor": 2}, {"strategy": "zero1", "pipeline": 2, "expert": 2}]
+)
+def test_from_any_mesh_one_tensor_at_a_time(ranks, tmp_path, datasets, mesh):
+    """Shards of 4 ranks (zero3 over tensor parallel ranks; stages whose ranks share experts) become files of the given size with an
+    index, with the saved bits; no more than one tensor and its buffer are in memory, and of stacked experts no more than one."""
     dataset = datasets["bytes"]
     fields = {"model": MOE, "data": {"path": dataset.uri}, "train": {"steps": 9},
-              "parallel": {"strategy": "zero3", "tensor": 2}, "cluster": {"workers": 4}}  # fmt: skip
+              "parallel": mesh, "cluster": {"workers": 4}}  # fmt: skip
     spec, moe = JobSpec.model_validate(fields), RunDir(tmp_path / "run")
     moe.storage.write(SPEC, dump(spec).encode())
     right = ranks_run(ranks, saved_on, 4, spec, moe.uri, dataset.vocab_size, dataset.uri)[0]

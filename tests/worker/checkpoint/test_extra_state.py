@@ -186,8 +186,8 @@ def test_in_the_whole_loop(ranks: Any, dataset: str, tmp_path: Path) -> None:
     found = run(ranks, trained, 3, dataset, path, 3, 7, ("steps", "new"))
     assert [counts for counts, _ in found] == [[2.0, 2.0], [4.0, 4.0], [6.0, 6.0]]
     assert found[0][1] == [
-        "extra state steps starts anew: it belongs to ranks, and was saved on the mesh {'data': 2}",
-        "extra state new starts anew: it is not in the checkpoint",
+        "extra state steps starts from its initial value: it belongs to ranks, and was saved on the mesh {'data': 2}",
+        "extra state new starts from its initial value: it is not in the checkpoint",
     ]
     ((_, notes), *_) = run(ranks, trained, 2, dataset, path, 4, 8, ())
     assert notes == [f"extra state {name} of the checkpoint is not used by this job" for name in ("new", "steps")]

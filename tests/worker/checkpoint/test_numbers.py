@@ -30,7 +30,7 @@ def test_other_numbers_are_refused() -> None:
     found, other = saved(job(steps=200), 20), job(steps=200, seed=3).numbers("f")
     assert check("r", found, job(steps=200).numbers("f"), 200) == []
     with pytest.raises(
-        SpecChanged, match=r"run r has trained 20 steps .*\n    train.seed: was 0, is 3\n  train it as"
+        SpecChanged, match=r"run r has trained 20 steps .*\n    train.seed: was 0, is 3\n  restore the old"
     ) as caught:
         check("r", found, other, 200)
     assert "--allow-spec-change" in caught.value.hint
@@ -47,7 +47,9 @@ def test_another_length_is_none_of_them(step: int) -> None:
         "train.epochs: was null, is 2.0",
         "train.steps: was 200, is null",
     ]
-    with pytest.raises(SpecChanged, match=r"train.seed: was 0, is 3\n    train.steps: was 200, is 400\n  train it as"):
+    with pytest.raises(
+        SpecChanged, match=r"train.seed: was 0, is 3\n    train.steps: was 200, is 400\n  restore the old"
+    ):
         check("r", found, job(steps=400, seed=3).numbers("f"), 400)
 
 
@@ -56,10 +58,10 @@ def test_fewer_steps_than_trained_are_refused(allow: bool) -> None:
     """The error has both numbers and the remedy, even with `allow`."""
     found = saved(job(steps=200), 150)
     with pytest.raises(
-        SpecChanged, match=r"train.steps: was 200, is 100: run r has trained 150 .* asks for 100 in"
+        SpecChanged, match=r"train.steps: was 200, is 100: run r has trained 150 .* sets 100 in"
     ) as told:
         check("r", found, job(steps=100).numbers("f"), 100, allow=allow)
-    assert told.value.hint.startswith("ask for 150 steps or more")
+    assert told.value.hint.startswith("set 150 steps or more")
     assert check("r", found, job(steps=150).numbers("f"), 150) == ["train.steps: was 200, is 150"]
 
 

@@ -27,7 +27,7 @@ from raydist.worker.loop import train
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel.ddp import Strategy
 from raydist.worker.step import loss_sum
-from tests.training import VOCAB, job, run, samples
+from tests.training import VOCAB, alone, job, run, samples
 
 SIZES = [4, 2**10, 2**16, 2**20, 2**24]
 
@@ -261,6 +261,24 @@ def test_chosen_once_and_kept(ranks: Any, tmp_path: Path) -> None:
     (left,) = tuned.iterdir()
     left.write_text("{")  # the stored choice is only a hint
     assert [o[2] for o in run(ranks, settled, 2, str(tmp_path / "runs" / "d"), 1.5)] == [3, 3]
+
+
+def test_trials_send_the_bytes_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch's buckets leave exposed is that of the bytes of the job's compressor; where that is left to measurement, of plain
+    sums, and so are the passes."""
+    arrivals, line, sent = evenly([MIB] * 12, 0.3), AlphaBeta(1e-3, 4e-8), []
+
+    def measured(spec: JobSpec, *_: Any) -> Passes:
+        sent.append((spec.comm.compress, spec.comm.topology))
+        return Passes(1.0, 0.5, 0.3, tuple(arrivals))
+
+    monkeypatch.setattr(choose, "passes", measured)
+    monkeypatch.setattr(choose, "all_reduce_line", lambda rank: line)
+    for comm, bits in (({}, 32), ({"compress": "int8"}, 8 + 32 / 1024), ({"compress": "auto", "topology": "auto"}, 32)):
+        spec = wide().model_copy(update={"comm": CommSpec.model_validate(comm)})
+        told = choose.tried(spec, alone(), build, example).measured["suggestion"]["default_s"]
+        assert told == pytest.approx(exposed(buckets(arrivals, None), 0.3, line, bits / 32))
+    assert set(sent) == {("none", "torch"), ("int8", "torch")}
 
 
 @pytest.fixture(scope="module")

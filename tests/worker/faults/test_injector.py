@@ -358,6 +358,28 @@ def test_a_connection_is_deaf_for_its_time(tmp_path: Path, connection: tuple[soc
     assert time.monotonic() - begun >= 1.0
 
 
+def test_packets_out_of_order_are_put_in_order(tmp_path: Path, connection: tuple[socket.socket, socket.socket]) -> None:
+    """Of a connection that loses a fifth of its packets, the kernel puts the later ones aside, and the bytes arrive in order."""
+
+    def aside() -> int:
+        """Segments of this host that arrived before an earlier one."""
+        names, values = (line.split() for line in Path("/proc/net/netstat").read_text().splitlines()[:2])
+        return int(values[names.index("TCPOFOQueue")])
+
+    one, other = connection
+    for end in connection:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _, heartbeat = injector(RunDir(tmp_path), OneWayCut(rank=0, step=1, seconds=5.0, share=0.2))
+    heartbeat.step(1)
+    heartbeat.enter("forward")
+    before, sent = aside(), [n.to_bytes(4, "big") * 16 for n in range(1000)]
+    sending = threading.Thread(target=lambda: [one.sendall(part) for part in sent])
+    sending.start()
+    assert other.recv(64 * len(sent), socket.MSG_WAITALL) == b"".join(sent)
+    sending.join()
+    assert aside() > before
+
+
 def test_connections_send_slowly_for_a_time(
     tmp_path: Path, connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ class Options(Part):
         description="a copied number is multiplied with one of these; of a list it goes to a neighbour.",
     )
     resample: float = Field(
-        0.25, ge=0, le=1, description="how likely a value is drawn anew instead of being perturbed."
+        0.25, ge=0, le=1, description="how likely a value is drawn again instead of being perturbed."
     )
 
 

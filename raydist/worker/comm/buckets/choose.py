@@ -24,13 +24,13 @@ from raydist.ipc.network_interface import interface_of
 from raydist.parsing import parse_json
 from raydist.run.directory import BUCKETS, TUNED, RunDir
 from raydist.spec import JobSpec
+from raydist.spec.comm import AUTO, NONE, TORCH, sent_bytes
 from raydist.worker.comm import kept
 from raydist.worker.comm.buckets.measure import Passes, all_reduce_line, passes
 from raydist.worker.comm.buckets.model import WORTH, Suggestion, suggest
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel import Example
-from raydist.worker.precision import DTYPES
 
 Build = Callable[[], nn.Module]
 
@@ -49,6 +49,7 @@ def settle(spec: JobSpec, rank: Rank, run: RunDir, vocab_size: int, build: Build
 
     `build` builds a model like the run's own, `example` returns the loss of a number of samples.
     """
+    spec = _without_auto(spec)
     name, key = f"{BUCKETS}/world-{rank.world_size:05d}.json", _key(spec, rank, vocab_size)
     known = kept.from_first(
         rank, Chosen, (kept.read(run, name, Chosen) or _taken_over(run, key)) if rank.first else None
@@ -71,9 +72,10 @@ def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
     """
     if spec.train.compile:
         return Chosen(None, "torch's: with train.compile, trial passes do not take as long as those of the run", {})
+    spec = _without_auto(spec)
     line = all_reduce_line(rank)
     torchs = passes(spec, rank, None, build, example)
-    share = DTYPES[spec.precision.reduce].itemsize / 4
+    share = sent_bytes(spec) / 4
     # Arrivals differ between ranks: rank 0 decides.
     own = suggest(torchs.arrivals, torchs.pass_s, torchs.backward_s, line, share) if rank.first else None
     suggestion = kept.from_first(rank, Suggestion, own)
@@ -92,6 +94,12 @@ def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
     if best / ours.synced_s < 1 + WORTH:
         return Chosen(None, f"torch's: {figures}, although {suggestion.because}", measured)
     return Chosen(suggestion.bucket_mb, f"{suggestion.bucket_mb:g} MiB: {figures}; {suggestion.because}", measured)
+
+
+def _without_auto(spec: JobSpec) -> JobSpec:
+    """Where `comm` is left to measurement, the size is that of plain sums: the ways that are tried afterwards have it too."""
+    plain = {"compress": NONE, "topology": TORCH}
+    return spec.with_fields({f"comm.{n}": way for n, way in plain.items() if getattr(spec.comm, n) == AUTO})
 
 
 def _figures(made: Passes) -> dict[str, float]:
@@ -123,6 +131,7 @@ def _key(spec: JobSpec, rank: Rank, vocab_size: int) -> str:
         "vocab": vocab_size,
         "model": spec.model.model_dump(mode="json"),
         "precision": spec.precision.model_dump(mode="json"),
+        "comm": spec.comm.model_dump(mode="json", include={"compress", "options", "topology", "ring"}),
         "passes": [train.micro_batch, train.checkpoint_activations, train.compile, spec.data.pack],
         "cpus": spec.cluster.cpus_per_worker,
         "torch": torch.__version__,

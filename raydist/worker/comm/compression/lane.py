@@ -46,4 +46,4 @@ def _serve(tasks: queue.SimpleQueue[Task | None]) -> None:
     torch.set_grad_enabled(False)  # a thread has a grad mode of its own
     while (task := tasks.get()) is not None:
         task()
-        del task  # it refers to tensors, and to whoever waits for them
+        del task  # it refers to tensors, and to what waits for them

@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from raydist.worker.comm.compression.lane import Lane
 from raydist.worker.comm.compression.piece import Piece
 from raydist.worker.comm.compressors import Rows, Sums
 from raydist.worker.comm.groups import another
+from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.metrics import collective_counters
 
 
@@ -308,19 +310,17 @@ class _Call:
         self._finish(piece.body(values))
 
 
-def reducers_of(strategy: object) -> list[Reducer]:
-    """Those of a strategy, once it has wrapped the model."""
-    own: Callable[[], list[Reducer]] = getattr(strategy, "reducers", list)
-    return own()
-
-
-def disagreement(every: Sequence[object], ranks: Sequence[int]) -> UserError | None:
-    """The error if ranks would send different things. `every`: what each of `ranks` has described."""
-    odd = [rank for rank, theirs in zip(ranks, every, strict=True) if theirs != every[0]]
-    if not odd:
-        return None
-    which = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
-    return UserError(
-        f"comm.compress: {which} would send other gradients than rank {ranks[0]}",
-        "install the same version of raydist, and of the compressor if it is your own, on every node",
-    )
+def agreed(own: Sequence[Sequence[Any]], control: dist.ProcessGroup | None) -> list[list[Any]]:
+    """`own` of every rank: (ranks of a group, what this rank would send there) for each of its groups, as plain values. Raises
+    UserError, on every rank, if the ranks of a group would send different things. A collective of all ranks."""
+    every = gather_json([[[*ranks], told] for ranks, told in own], control)
+    for peers in {tuple(ranks) for of_rank in every for ranks, _ in of_rank}:
+        those = [[told for ranks, told in every[peer] if ranks == [*peers]] for peer in peers]
+        odd = [rank for rank, theirs in zip(peers, those, strict=True) if theirs != those[0]]
+        if odd:
+            raise UserError(
+                f"comm.compress: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} would send other gradients than rank "
+                f"{peers[0]}",
+                "install the same version of raydist, and of the compressor if it is your own, on every node",
+            )
+    return every

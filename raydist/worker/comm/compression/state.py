@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydist.worker.comm.compression.reducer import Reducer, disagreement
-from raydist.worker.comm.json_gather import gather_json
+from raydist.worker.comm.compression.reducer import Reducer, agreed
 from raydist.worker.distributed import Rank
 from raydist.worker.precision import Precision
 from raydist.worker.step_hooks import Step, StepHook
@@ -53,12 +52,7 @@ class Compression(StepHook):
         self._reducers, self._precision = reducers, precision
         self._feedback = any(reducer.feedback for reducer in reducers)
         self.last: Report | None = None
-        self._elsewhere: set[str] = set()
-        every = gather_json([[[*reducer.ranks], reducer.described()] for reducer in reducers], rank.control)
-        for peers in {tuple(ranks) for of_rank in every for ranks, _ in of_rank}:
-            those = [[told for ranks, told in every[peer] if ranks == [*peers]] for peer in peers]
-            if (error := disagreement(those, peers)) is not None:
-                raise error
+        every = agreed([(reducer.ranks, reducer.described()) for reducer in reducers], rank.control)
         self._elsewhere = self._held_before(every)
 
     def _held_before(self, every: Sequence[Sequence[Any]]) -> set[str]:

@@ -21,6 +21,7 @@ from raydist.errors import UserError
 from raydist.spec import CommSpec
 from raydist.worker.comm import compressors
 from raydist.worker.comm.compression.lane import Lane
+from raydist.worker.comm.compression.reducer import agreed
 from raydist.worker.comm.compressors import Rows
 from raydist.worker.comm.groups import another
 from raydist.worker.comm.outer.fragment import Fragment
@@ -44,7 +45,8 @@ class Outer(StepHook):
 
     `local`: whether no outer step started or arrived after the last step. `last`: of the last outer step that has arrived, the
     seconds that training waited for it, and the bytes that this rank sent; None before the first one.
-    Raises UserError if there are fewer parameters than fragments, or some that are not fp32.
+    Raises UserError if there are fewer parameters than fragments, or some that are not fp32, and on every rank if replicas would
+    send different things. A collective of all ranks.
     """
 
     def __init__(self, spec: CommSpec, mesh: Mesh, shards: Mapping[str, ParamShard], total: int) -> None:
@@ -57,6 +59,8 @@ class Outer(StepHook):
         cut = cut_evenly([shard.local.numel() for shard in shards.values()], spec.fragments)
         named = list(shards.items())
         self.fragments = [Fragment(dict(named[a:b]), spec.outer, mesh, group, compressor) for a, b in cut]
+        sizes = [[[*fragment.shards], fragment.sent_bytes] for fragment in self.fragments]
+        agreed([(mesh.others, [spec.compress, spec.options, sizes])], mesh.rank.control)
         device = mesh.rank.device
         self.sent = torch.zeros(
             max(fragment.sent_bytes for fragment in self.fragments), dtype=torch.uint8, device=device

@@ -26,34 +26,27 @@ class Moments(Protocol):
 
     def tensors(self, start: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
         """Both moments of the parameter whose values start at `start`: the state itself, not a copy."""
-        ...
 
     def start(self, plan: Sequence[int]) -> None:
         """Begins a pass over these chunks. Continues a pass with the same plan that has begun, if `get` was not called yet.
 
         Until `finish`, no other code may write the state.
         """
-        ...
 
     def get(self) -> tuple[Tensor, Tensor]:
         """The plan's next chunk of both moments, to be updated in place."""
-        ...
 
     def put(self) -> None:
         """The chunk from `get` has its new values."""
-        ...
 
     def finish(self) -> None:
         """Returns when all chunks from `put` are stored. Raises StorageError."""
-        ...
 
     def cancel(self) -> None:
         """Drops the pass that has begun."""
-        ...
 
     def close(self) -> None:
         """Releases threads and files; `tensors` are valid as long as there are references to them."""
-        ...
 
 
 class InMemory:
