@@ -15,6 +15,7 @@ One efficiency for all rows of a table: errors with 0.4, the default, and with t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from common import write
@@ -23,6 +24,7 @@ from raydist.planner import speed as reckoned
 from raydist.planner.estimate import estimates, measured
 from raydist.planner.facts import Machine
 from raydist.planner.measure import Planner
+from raydist.planner.scaling import JITTER, slowest
 from raydist.spec import JobSpec
 
 # heads, width, layers, tensor, pipeline, GPUs, batch -> TFLOP/s of a GPU
@@ -143,6 +145,15 @@ def torchtitan() -> dict[str, Any]:
     return rows
 
 
+def sevenb(gpus: int, strategy: str) -> Forecast:
+    """7B on H100s, four sequences for each."""
+    return Forecast(
+        "h100", gpus, 102400, {"layers": 30, "width": 4096, "heads": 32, "hidden": 11008, "context": 4096},
+        train={"global_batch": 4 * gpus, "micro_batch": 4, "checkpoint_activations": "full"},
+        parallel={"strategy": strategy},
+    )  # fmt: skip
+
+
 def linear_scaling() -> dict[str, Any]:
     """7B on 32 H100s over four times 7B on 8, with the same sequences for each GPU; and the efficiency of the network that 82%
     would need."""
@@ -150,11 +161,7 @@ def linear_scaling() -> dict[str, Any]:
     for strategy in ("ddp", "zero1", "zero3", "hsdp"):
         found = {}
         for gpus in (8, 32):
-            job = Forecast(
-                "h100", gpus, 102400, {"layers": 30, "width": 4096, "heads": 32, "hidden": 11008, "context": 4096},
-                train={"global_batch": 4 * gpus, "micro_batch": 4, "checkpoint_activations": "full"},
-                parallel={"strategy": strategy},
-            )  # fmt: skip
+            job = sevenb(gpus, strategy)
             for network in (50.0, 12.5, 3.125):
                 device = job.device.but(None, None, network)
                 found[gpus, network] = reckoned.speed(
@@ -165,5 +172,58 @@ def linear_scaling() -> dict[str, Any]:
     return rows
 
 
+CLAIMED = (0.58, 0.72, 0.85, 0.91)
+"""The efficiency of 7B on 32 GPUs after one measure after another, as the claim has it; it names neither network nor measures."""
+
+
+def claims() -> dict[str, Any]:
+    """What would have to hold for two claims of 7B on 32 H100s over 8: 82%, and 58 -> 72 -> 85 -> 91% after three measures.
+
+    For the second: the network with which ddp whose collectives overlap with nothing is at 58%, and then its forecast if each
+    measure halves what is sent (fp32, bf16, int8, 4 bits); and on the same network the forecast with the overlap that ddp has.
+    """
+    jobs = {gpus: sevenb(gpus, "ddp") for gpus in (8, 32)}
+
+    def over(network: float, halved: int = 0, overlap: bool = False) -> float:
+        seconds = {}
+        for gpus, job in jobs.items():
+            device = job.device.but(None, None, network * (2**halved if overlap else 1))
+            found = reckoned.speed("ddp", job.spec, job.machine, job.model, device, job.flops, job.passes)
+            seconds[gpus] = found.seconds if overlap else found.compute + found.communication / 2**halved
+        return seconds[8] / seconds[32]
+
+    network = root(lambda x: over(x), CLAIMED[0], 0.1, 50.0)
+    late = {gpus: slowest(gpus) for gpus in jobs}
+
+    def jittered(jitter: float) -> float:
+        return (1 + jitter * late[8]) / (1 + jitter * late[32])
+
+    found = {
+        "82%": {
+            "efficiency_with_default_jitter": round(jittered(JITTER), 4),
+            "jitter_for_82%": round(root(lambda x: -jittered(x), -0.82, 0.0, 2.0), 3),
+            "network_for_82%_without_overlap": round(root(lambda x: over(x), 0.82, 0.1, 50.0), 2),
+            "network_for_82%_with_overlap": round(root(lambda x: over(x, overlap=True), 0.82, 0.1, 50.0), 2),
+        },
+        "58_72_85_91%": {
+            "claimed": CLAIMED,
+            "network": round(network, 2),
+            "halved_each_time_without_overlap": [round(over(network, n), 3) for n in range(4)],
+            "with_overlap": [round(over(network, n, overlap=True), 3) for n in range(4)],
+        },
+    }
+    print(found, flush=True)
+    return found
+
+
+def root(rises: Callable[[float], float], aim: float, low: float, high: float) -> float:
+    """Where a rising function has that value."""
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rises(middle) < aim else (low, middle)
+    return low
+
+
 if __name__ == "__main__":
-    print(write("forecast", {"megatron": megatron(), "torchtitan": torchtitan(), "7B_32_over_8": linear_scaling()}))
+    results = {"megatron": megatron(), "torchtitan": torchtitan(), "7B_32_over_8": linear_scaling(), "claims": claims()}
+    print(write("forecast", results))

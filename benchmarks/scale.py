@@ -1,6 +1,6 @@
-"""The control plane of a run with up to 10,000 ranks: seconds to start an attempt and to replace a failed one, memory, messages.
+"""The control plane of a run with 104 to 20,000 ranks: seconds to start an attempt and to replace a failed one, memory, messages.
 
-    python benchmarks/scale.py [--ranks 104 1000 10000] [--hosts 2] [--steady 10] [--beat 1] [--lost 8]
+    python benchmarks/scale.py [--ranks 104 1000 4000 10000 20000] [--hosts 2] [--steady 10] [--beat 1] [--lost 8]
 
 A private Ray with the real Supervisor, RestartLoop, Elasticity, Group and MemoryCheckpoints in this process, and the real
 Coordinator and RunMonitor as actors. The nodes, with 8 ranks each, are simulated in `--hosts` more actors (scale_nodes.py), whose
@@ -9,7 +9,8 @@ own start, and the rows of node monitors (monitor.py --tree has these).
 
 In this order, each from the attempt before: the start; some seconds of training; one rank dies, and all others lose a connection;
 one node is cut off; 5% of the ranks die together; the head's processes (coordinator, monitor, GCS) are stopped for 5 s; half of the
-nodes are cut off.
+nodes are cut off. That is a head that hangs, not one that is started again: after the loss of its head a cluster of Ray is another
+one, the run ends, and the same command continues it (tests/end_to_end/test_nodes.py).
 
 "ordered": seconds until the last agent had the order to train of the next attempt: for a death from the death, for a node that was
 cut off from when the coordinator noticed it, `--lost` seconds after its last beat. "over": the same until the driver had the result
@@ -17,6 +18,9 @@ of the attempt; "first order". Processor time is that of the process in these se
 the simulated agents would not. "messages": to the coordinator, beats included; the other counts are of the calls in them (of `next`
 and `ended` one a rank), and of the driver's calls of memory stores. `--beat`: seconds between two beats of a node.
 With 10,000 ranks the simulated nodes need about a core of their own: on a machine without it, give larger values of both.
+
+Prints a table over the sizes and draws it (docs/images/scale.svg). A size that fails is in the result with what failed: what breaks
+first beyond the largest one that holds.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import write
 from scale_cluster import Cluster
 from scale_nodes import PER_NODE, Host
+from scale_plot import draw, table
 
 from raydist.cluster.run import coordinator
 from raydist.cluster.run.request import Request
@@ -115,6 +120,8 @@ class Run:
 
     def __init__(self, ranks: int, session: Session, folder: str, options: argparse.Namespace) -> None:
         self.ranks, self.steady_s, self.attempt = ranks, options.steady, 0
+        self.found: dict[str, Any] = {}
+        """The figures so far."""
         self._sent: Counter[str] = Counter()
         host = ray.remote(Host).options(num_cpus=0, max_concurrency=100_000)
         self.cluster = Cluster(
@@ -138,11 +145,12 @@ class Run:
 
     def measure(self) -> dict[str, Any]:
         """Runs through all faults."""
-        thread = threading.Thread(target=self._run)
+        thread = threading.Thread(target=self._run, daemon=True)  # a size that fails ends no run
         begun, before = time.time(), self._no_cpu()
         thread.start()
         self._ordered(1, self.ranks)
-        found: dict[str, Any] = {"start": self._phase(1, before, min)}
+        found = self.found
+        found["start"] = self._phase(1, before, min)
         self.processes = Processes()
         found["steady"] = self._steady()
         found["one rank dies"] = self._after(lambda: self.cluster.call("die", [self.ranks // 2], True), self.ranks)
@@ -239,6 +247,7 @@ class Run:
         count = {name: sent.get(name, 0) for name in ("messages", "beat", "next", "push")}
         return {
             "messages_s": {name: round(n / seconds, 1) for name, n in count.items()},
+            "messages_s_of_a_node": round(count["messages"] / seconds / (self.living // PER_NODE), 3),
             "bytes": {name: n for s in seen for name, n in s["bytes"].items()},
             "longest_beat_s": round(max(s["longest_beat_s"] for s in seen), 2),
             "cores": share,
@@ -268,9 +277,9 @@ class Run:
 
 
 def main() -> None:
-    """Prints the figures of each size, writes results/scale.json."""
+    """Prints the figures of each size and a table, writes results/scale.json and docs/images/scale.svg."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[104, 1000, 10_000])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[104, 1000, 4000, 10_000, 20_000])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--steady", type=float, default=10.0)
     parser.add_argument("--beat", type=float, default=1.0)
@@ -284,11 +293,17 @@ def main() -> None:
             with open_session(
                 "local", env=worker_environment(), log_dir=Path(folder, "logs"), python_path=[here]
             ) as session:
-                found[str(ranks)] = Run(ranks, session, folder, options).measure()
+                run = Run(ranks, session, folder, options)
+                try:
+                    found[str(ranks)] = run.measure()
+                except TimeoutError as error:
+                    found[str(ranks)] = {**run.found, "failed": str(error)[:500]}
+                    run.cluster.close()
         print(ranks, found[str(ranks)], flush=True)
         asked = {"load": os.getloadavg(), "beat_s": options.beat, "lost_s": options.lost}
         path = write("scale", {**asked, "ranks": found})
-    print(path)
+    print(table(found))
+    print(path, draw(found))
 
 
 if __name__ == "__main__":

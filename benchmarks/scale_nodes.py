@@ -146,7 +146,7 @@ class Host:
     async def store(self, node: str, method: str, *given: Any) -> Any:
         """A call of a node's memory store."""
         kept = self.kept.setdefault(node, Kept())
-        self._count(f"memory store: {method}", given, None)
+        self._count(f"memory store: {method}", given)
         if method == "closed" or node in self.gone:
             await self.closed.wait()
         if method in ("link", "inventory") and given:
@@ -173,13 +173,16 @@ class Host:
 
     async def _call(self, agent: Agent, method: str, *given: Any) -> Any:
         answer = await self.links[agent.node].call(method, self.group, *given)
-        self._count(method, given, answer)
+        self._count(method, given)
+        # At each number of ranks the order to train of rank 0, with its call.
+        if method == "next" and answer["do"] == "train" and answer["env"]["RANK"] == "0":
+            self.bytes["next"] = len(pickle.dumps(given)) + len(pickle.dumps(answer))
         return answer
 
-    def _count(self, method: str, given: Any, answer: Any) -> None:
+    def _count(self, method: str, given: Any) -> None:
         self.messages[method] += 1
-        if method not in self.bytes or (answer and self.messages[method] < 3):
-            self.bytes[method] = len(pickle.dumps(given)) + len(pickle.dumps(answer))
+        if method not in self.bytes and method != "next":
+            self.bytes[method] = len(pickle.dumps(given))
 
     async def _beat(self, agents: Sequence[Agent]) -> None:
         """The beats of a node, which its relay merges: without the simulated agents' calls of the relay, to save their time."""
@@ -232,7 +235,7 @@ class Host:
             step += 1
             record = StepRecord(step, 1.0, 1e-3, 1.0, 1, 1.0, 0.0, world, attempt, "0").to_dict()
             await monitor.push.remote([record], events)
-            self._count("push", ([record], events), None)
+            self._count("push", ([record], events))
             events = []
             await asyncio.sleep(1.0)
 

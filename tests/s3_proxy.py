@@ -37,7 +37,8 @@ class Proxy:
 
 
 class Counting(Proxy):
-    """Passes everything on. `ranges`: (first, last) byte of each range of an object that was requested."""
+    """Passes everything on. `ranges`: (first, last) byte of each range of an object that was requested; `requests`: how many there
+    were."""
 
     def __init__(self, server: str) -> None:
         self._requests: list[bytearray] = []
@@ -51,6 +52,10 @@ class Counting(Proxy):
             while data := client.recv(65536):
                 sent += data
                 server.sendall(data)
+
+    @property
+    def requests(self) -> int:
+        return sum(len(re.findall(rb"(?:GET|HEAD|PUT|POST|DELETE) /\S* HTTP/1.1\r\n", sent)) for sent in self._requests)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:

@@ -30,9 +30,11 @@ def check(
     storage: str | None = None,
     address: str | None = None,
     slow: float = 0.8,
+    exclude_slow: bool = False,
 ) -> dict[str, Any]:
     """Measures every node, each link and the storage in about a minute: what `raydist check --json` prints, with the nodes that are
-    below the share `slow` of the median. `spec`: a job; its cluster.resources, and whether it fits. Raises UserErrors."""
+    below the share `slow` of the median. `spec`: a job; its cluster.resources, and whether it fits; `exclude_slow`: also without
+    those nodes. Raises UserErrors."""
     check_numbers(1, slow=(slow, 0.01))
     from raydist.cluster import check as measured
     from raydist.cluster.place import where
@@ -46,7 +48,11 @@ def check(
         tempfile.TemporaryDirectory(prefix="raydist-logs-") as logs,
         open_session(where(address), env=worker_env(job), log_dir=Path(logs)) as session,
     ):
-        return measured.run(job, session, home.full_uri, slow)
+        result = measured.run(job, session, home.full_uri, slow)
+        if exclude_slow and result["slow"]:
+            left = measured.without_slow(job, session, result["slow"]).cluster.resources.exclude
+            result["left_out"] = [ip for ip in left if ip not in job.cluster.resources.exclude]
+        return result
 
 
 def _writable(home: Storage) -> Storage:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raydist.api import speed
 from raydist.api.call import check_numbers, separate
-from raydist.api.scaling import scaled
+from raydist.api.scaling import intervals, scaled
 from raydist.errors import UsageError
-from raydist.planner.scaling import Assumed
+from raydist.planner.scaling import JITTER, Assumed
 from raydist.planner.vocabulary import vocabulary
+from raydist.run.directory import resolve
 
 if TYPE_CHECKING:
     from raydist.planner.advice import Advice, Row
@@ -45,19 +46,23 @@ def plan(
     search: bool = False,
     scaling: bool = False,
     weak: bool = False,
-    jitter: float = 0.01,
-    mtbf: float = 50_000.0,
+    jitter: float | None = None,
+    mtbf: float | None = None,
     restart: float = 60.0,
+    measured_by: str | None = None,
 ) -> dict[str, Any]:
     """Estimates a job's memory per device and its speed under every strategy: what `raydist plan --json` prints.
 
     `spec` and `set` are as for `train`, the others are the command's options: the number of GPUs (`gpus`, `gpus_per_node`); of each
     its `memory`, such as "80GiB", its name (`device`), the share of its peak that a step reaches (`efficiency`), and its bandwidth
     in GB/s (`in_node`, `between_nodes`). `search`: the best meshes instead; `scaling`: the forecast on 8 to 1,024 GPUs, for which
-    are `weak`, `jitter`, `mtbf` and `restart`. Raises UserErrors.
+    are `weak`, `jitter` and `restart`. `mtbf`: in place of `checkpoint.mtbf_h`; `measured_by`: a run whose measured steps, jitter
+    and checkpoints count. Raises UserErrors.
     """
     if weak and not scaling:
         raise UsageError("weak=True: goes with scaling=True", "add scaling=True")
+    if search and measured_by is not None:
+        raise UsageError("--search compares forecasts: --from has no part in it", "leave out one of them")
     check_numbers(
         gpus=(gpus, 1), gpus_per_node=(gpus_per_node, 1), vocab=(vocab, 1), in_node=(in_node, 0.001),
         between_nodes=(between_nodes, 0.001), mtbf=(mtbf, 1), restart=(restart, 0),
@@ -71,6 +76,12 @@ def plan(
         workers = "cluster.workers"
         given = {**given, workers: gpus} if isinstance(given, Mapping) else [*given, f"{workers}={gpus}"]
     job, source = load(spec, given), source_of(spec)
+    found = None
+    if measured_by is not None:
+        from raydist.report.measured import measured
+
+        found = measured(resolve(measured_by))
+    mtbf_h = job.checkpoint.mtbf_h if mtbf is None else mtbf
     size = parse_size(memory) if memory else None
     chosen = speed.named(device) if device else None
     vocab_size = vocab or vocabulary(job.data)
@@ -90,13 +101,15 @@ def plan(
             hardware = hardware.but(efficiency, in_node, between_nodes)
         model = planner.model()
         if scaling:
-            assumed = Assumed(jitter, mtbf, restart)
-            return scaled(source, job, machine, model, hardware, planner, assumed, weak=weak)
+            usual = JITTER if found is None or found.jitter is None else found.jitter
+            assumed = Assumed(mtbf_h, usual if jitter is None else jitter, restart)
+            return scaled(source, job, machine, model, hardware, planner, assumed, found, weak=weak)
         if search:
             return searched(source, job, machine, because, model, hardware, planner)
         advice = advise(job, machine, model, planner.measure)
         result = tell(source, job, machine, because, model, planner.attention, advice)
         speed.add(result, job, machine, model, hardware, planner)
+        result["intervals"] = intervals(result, job, machine, model, hardware, mtbf_h, found)
         return result
 
 

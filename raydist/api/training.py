@@ -166,7 +166,7 @@ def supervise(
 
     place = where(address)
     starting.stage("ray", None if place == "local" else "connecting to Ray")
-    from raydist.cluster import preflight
+    from raydist.cluster import node_facts, preflight
     from raydist.cluster.run.request import Request, raise_if_stopped
     from raydist.cluster.run.supervisor import Supervisor
     from raydist.observe.exporters import metrics_port
@@ -189,8 +189,10 @@ def supervise(
     ):
         starting.stage("check")
         session = preflight.joined(job, session, wait_for_nodes) if wait_for_nodes else session
-        preflight.check(job, session, run.full_uri, dataset)
-        if exclude_slow and not session.private:
+        has = preflight.check(job, session, run.full_uri, dataset)
+        for line in node_facts.notes(job.cluster.resources, has):
+            starting.note(f"raydist: {line}")
+        if exclude_slow:
             job = _without_slow(job, session, run, starting)
         gpus = preflight.gpus_per_worker(job, session.resources)
         starting.stage("workers")
@@ -208,11 +210,17 @@ def supervise(
 
 def _without_slow(job: JobSpec, session: Session, run: RunDir, starting: Starting) -> JobSpec:
     """The job without the nodes that are slow now, which are named."""
-    from raydist.cluster.check import without_slow
+    from raydist.cluster import check
     from raydist.report.check import said
 
+    if session.private:
+        starting.note(
+            "raydist: --exclude-slow: there are no other nodes than this machine; give --address of a cluster"
+        )
+        return job
     starting.note("raydist: measuring the nodes")
-    left, slow = without_slow(job, session, run.full_uri)
+    slow = check.run(job, session, run.full_uri)["slow"]
+    left = check.without_slow(job, session, slow)
     for each in slow:
         starting.note(f"raydist: left out: {said(each)}")
     return left

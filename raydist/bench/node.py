@@ -1,4 +1,5 @@
-"""Measures what each rank's device and each link does, for `raydist check`: some seconds, and about one more for each further node.
+"""Measures what each rank's device and each link does, for `raydist check`: some seconds, and about one more for each further node
+and for each further rank of a node.
 
 Runs in: every rank, together. Torch, never ray.
 """
@@ -27,14 +28,22 @@ def in_ranks(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Each rank's rates, and the bandwidth between each two nodes in bytes/s (none with a single rank). Every rank."""
+    """Each rank's rates, with the median bandwidth to the other ranks of its node, and the bandwidth between each two nodes, in
+    bytes/s. Every rank."""
     rank = distributed.start(gpus=config["gpus"], threads=config["threads"], timeout_s=600.0)
     mine = {"node_ip": rank.node_ip, "device": distributed.describe(rank)["device"], **rates(rank)}
     ranks = gather_json(mine, rank.control)
-    pairs: dict[str, Any] = {"between": "nodes", "names": [], "bandwidth": []}
-    if rank.world_size > 1:
+    places = [one["node_ip"] for one in ranks]
+    pairs: dict[str, Any] = {"names": [], "bandwidth": []}
+    if len({*places}) > 1:
         found = links.measure(rank)
-        pairs = {"between": found.between, "names": found.names, "bandwidth": found.bandwidth}
+        pairs = {"names": found.names, "bandwidth": found.bandwidth}
+    peers: list[list[float]] = [[] for _ in places]
+    for (a, b), points in links.speeds(rank, links.within(places)).items():
+        for one in (a, b):
+            peers[one].append(links.speed(points))
+    for one, speeds in zip(ranks, peers, strict=True):
+        one["in_node"] = statistics.median(speeds) if speeds else None
     distributed.stop(rank)
     return {"backend": rank.backend, "ranks": ranks, "pairs": pairs}
 

@@ -26,6 +26,11 @@ def young_daly(save_s: float, mtbf_s: float) -> float:
     return root * (1 + math.sqrt(save_s / (2 * mtbf_s)) / 3 + save_s / (18 * mtbf_s)) - save_s
 
 
+def apart(stall_s: float, write_s: float, mtbf_s: float) -> float:
+    """Seconds between two checkpoints if `every` is auto. `stall_s`: training stops for it; `write_s`: until the commit."""
+    return max(young_daly(stall_s, mtbf_s), _WRITES * write_s)
+
+
 class CheckpointInterval:
     """When checkpoints are due: every so many steps; auto: at `next`; None: only at the end. `resumed`: the step that the attempt
     continues from. `mtbf_s`: mean seconds between two failures of the run.
@@ -58,6 +63,5 @@ class CheckpointInterval:
         """The step of the next checkpoint, when one begins at `step`: rank 0's decision."""
         if not self._stalls or not self._steps:
             return step + max(step - self._resumed, FIRST)
-        apart = young_daly(statistics.median(self._stalls), self._mtbf_s)
-        apart = max(apart, _WRITES * statistics.median(self._writes))
-        return step + max(1, math.ceil(apart / statistics.median(self._steps)))
+        seconds = apart(statistics.median(self._stalls), statistics.median(self._writes), self._mtbf_s)
+        return step + max(1, math.ceil(seconds / statistics.median(self._steps)))

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -105,15 +106,15 @@ class Manifest:
         return _signed(canonical(body))
 
     @classmethod
-    def loads(cls, data: bytes) -> Manifest:
+    def loads(cls, data: bytes, *, tensors: bool = True) -> Manifest:
         """The inverse of `dumps`. Raises ValueError, with the reason, for anything that `dumps` did not write; CheckpointTooNew for
-        a version that this raydist does not know.
+        a version that this raydist does not know. `tensors`: False leaves them out, which are nearly all of it.
         """
         signed = data[:-_HASH_BYTES] + b"}"
         if _signed(signed) != data:
             raise ValueError("does not end with the hash of its bytes")
         try:
-            body = parse_json(signed)
+            body = _body(signed, tensors)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError("is not JSON") from error
         if body.get("version") not in range(1, VERSION + 1):
@@ -160,6 +161,18 @@ class Manifest:
             raise ValueError("plain or numbers is not a mapping")
 
 
+def _body(signed: bytes, tensors: bool) -> dict[str, Any]:
+    """A manifest as JSON. `tensors`: False has none of them, and parses none where the text shows where they are."""
+    before, behind = signed.find(b',"tensors":{'), signed.rfind(b',"version":')
+    if not tensors and 0 < before < behind:
+        with suppress(ValueError):  # the text was found inside of another value
+            found: dict[str, Any] = parse_json(signed[:before] + b',"tensors":{}' + signed[behind:])
+            if {"step", "versions"} <= found.keys():  # else of two others
+                return found
+    body: dict[str, Any] = parse_json(signed)
+    return body if tensors else {**body, "tensors": {}}
+
+
 def mesh_of(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Axis -> size, as two meshes are compared: `data` always, the others if they are larger than 1. {}: all ranks are data
     parallel.
@@ -188,16 +201,27 @@ def path(step: int, name: str) -> str:
     return f"{step_folder(step)}/{name}"
 
 
-def read(run: RunDir, step: int, name: str | None = None) -> Manifest:
-    """The manifest of a step, the one that counts; `name`: its file, where that is known already.
+def read(run: RunDir, step: int, name: str | None = None, *, tensors: bool = True) -> Manifest:
+    """The manifest of a step, the one that counts; `name`: its file, where that is known already. `tensors`: False leaves them out:
+    of 10,000 ranks they take a second, the rest some hundredths of one.
 
     Raises CheckpointNotFound if that step is not committed, CheckpointCorrupt or CheckpointTooNew naming the file.
     """
-    return read_with_text(run, step, name)[0]
+    found, _, late = _read(run, step, name, tensors)
+    return found if late is None else replace(found, eval_loss=late)
 
 
 def read_with_text(run: RunDir, step: int, name: str | None = None) -> tuple[Manifest, str]:
     """`read`, and what `loads` makes it from: with 10,000 ranks it takes half a second to write it anew."""
+    found, data, late = _read(run, step, name, tensors=True)
+    if late is not None:
+        found = replace(found, eval_loss=late)
+        data = found.dumps()
+    return found, data.decode()
+
+
+def _read(run: RunDir, step: int, name: str | None, tensors: bool) -> tuple[Manifest, bytes, float | None]:
+    """The manifest, its bytes, and the eval loss that became known after it."""
     name = name or run.manifest(step)
     try:
         if name is None:
@@ -206,7 +230,7 @@ def read_with_text(run: RunDir, step: int, name: str | None = None) -> tuple[Man
     except FileNotFoundError:
         raise no_checkpoint(run, step, run.committed()) from None
     try:
-        found = Manifest.loads(data)
+        found = Manifest.loads(data, tensors=tensors)
         if found.step != step:
             raise ValueError(f"belongs to step {found.step}")
         if found.attempt != manifest_attempt(name):
@@ -215,11 +239,7 @@ def read_with_text(run: RunDir, step: int, name: str | None = None) -> tuple[Man
         raise CheckpointTooNew(f"{run.uri}/{path(step, name)}: {error.message}", error.hint) from None
     except ValueError as error:
         raise CheckpointCorrupt(f"{run.uri}/{path(step, name)}: {error}", _MENDING) from error
-    late = None if found.eval_loss is not None else _late_eval(run.storage, step)
-    if late is not None:
-        found = replace(found, eval_loss=late)
-        data = found.dumps()
-    return found, data.decode()
+    return found, data, None if found.eval_loss is not None else _late_eval(run.storage, step)
 
 
 def no_checkpoint(run: RunDir, step: int, committed: Sequence[int]) -> CheckpointNotFound:
@@ -291,9 +311,9 @@ def verify(run: RunDir, step: int) -> list[str]:
     return [p for p in problems if p]
 
 
-def best(run: RunDir) -> int | None:
-    """The committed step with the lowest eval loss, the newest of equals; None if none was evaluated."""
-    return best_of(summary(run))
+def best(run: RunDir, known: Known | None = None) -> int | None:
+    """The committed step with the lowest eval loss, the newest of equals; None if none was evaluated. `known`: see `summary`."""
+    return best_of(summary(run, known))
 
 
 def best_of(rows: list[dict[str, Any]]) -> int | None:
@@ -304,23 +324,41 @@ def best_of(rows: list[dict[str, Any]]) -> int | None:
     return -min(losses)[1] if losses else None
 
 
-def summary(run: RunDir) -> list[dict[str, Any]]:
+_FACTS = ("eval_loss", "world_size", "attempt", "saved_at")
+Known = MutableMapping[str, dict[str, Any]]
+"""The file of a manifest -> what `summary` needs of it. A manifest never changes."""
+
+
+def facts(found: Manifest) -> dict[str, Any]:
+    """What `Known` has of a manifest."""
+    return {"bytes": found.nbytes, **{name: getattr(found, name) for name in _FACTS}}
+
+
+def summary(run: RunDir, known: Known | None = None) -> list[dict[str, Any]]:
     """A run's committed checkpoints, oldest first: step, bytes, best, eval_loss, world_size, attempt, saved_at, problem.
 
-    `problem`: why its manifest cannot be read (the other fields are then None), or None. Shards are not read.
+    `problem`: why its manifest cannot be read (the other fields are then None), or None. Shards are not read, nor manifests that
+    are `known`, which has those of this run afterwards.
     """
     rows: list[dict[str, Any]] = []
+    before: Known = {} if known is None else {**known}
+    now: Known = {} if known is None else known
+    now.clear()
     for step, name in run.manifests().items():
-        row: dict[str, Any] = {"step": step, "bytes": None, "best": False}
-        names = ("eval_loss", "world_size", "attempt", "saved_at")
+        row = {"step": step, "bytes": None, "best": False, **dict.fromkeys(_FACTS), "problem": None}
+        has = before.get(path(step, name))
         try:
-            found = read(run, step, name)
+            if has is None:
+                has = facts(read(run, step, name, tensors=False))
+            elif has["eval_loss"] is None:
+                has = {**has, "eval_loss": _late_eval(run.storage, step)}
         except CheckpointNotFound:
             continue  # pruned since it was listed
         except CheckpointCorrupt as error:
-            rows.append({**row, **dict.fromkeys(names), "problem": error.message})
-        else:
-            rows.append({**row, "bytes": found.nbytes, **{n: getattr(found, n) for n in names}, "problem": None})
+            rows.append({**row, "problem": error.message})
+            continue
+        now[path(step, name)] = has
+        rows.append({**row, **has})
     winner = best_of(rows)
     for row in rows:
         row["best"] = row["step"] == winner

@@ -199,7 +199,7 @@ class Mirrors:
         begun = time.monotonic()
         try:
             copied = copy(self._run, replica, step, name)
-            retention.sweep(replica, manifest.read(replica, step, name))
+            retention.sweep(replica, manifest.read(replica, step, name, tensors=False))
         except CheckpointNotFound:
             return  # pruned meanwhile
         except CheckpointCorrupt as error:

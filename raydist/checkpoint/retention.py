@@ -109,6 +109,7 @@ def prune(
     orphans: bool = False,
     attempt: int | None = None,
     damaged: Callable[[str], object] | None = None,
+    known: manifest.Known | None = None,
 ) -> list[int]:
     """Deletes all committed checkpoints except the `keep` newest, the best, and those being read. Returns their steps.
 
@@ -116,10 +117,10 @@ def prune(
     among the `keep`. None: what stays is not read, because the caller has just written the newest. `orphans`: also files of failed
     and killed saves; only for the process that saves to this run, because another process's save in flight looks the same.
     `attempt`: of the caller; files of a later attempt stay, because the caller may be cut off without knowing it. None: the
-    command line.
+    command line. `known`: see `manifest.summary`.
     """
     assert keep >= 1, "the newest checkpoint is never pruned"
-    rows = manifest.summary(run)
+    rows = manifest.summary(run, known)
     newest = [r["step"] for r in rows]
     good = 0
     for count, step in enumerate(reversed(newest), start=1):

@@ -27,17 +27,22 @@ def check(
     share: Annotated[
         float, typer.Option("--slow", min=0.01, max=1, help="A node below this share of the median is slow.")
     ] = 0.8,
+    exclude_slow: Annotated[
+        bool, typer.Option("--exclude-slow", help="Slow nodes are no failure if the job fits on the others.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Measure every node, each link and the storage in about a minute; name the slow nodes. Exits with 3 if there is one."""
     from raydist.api import checking
 
-    result = checking.check.here(spec, set=overrides, storage=storage, address=address, slow=share)
+    result = checking.check.here(
+        spec, set=overrides, storage=storage, address=address, slow=share, exclude_slow=exclude_slow
+    )
     if as_json:
         print(json.dumps(result))
     else:
         from raydist.report.check import show
 
         show(result)
-    if result["slow"] or result["differs"]:
+    if (result["slow"] and not exclude_slow) or result["differs"]:
         raise typer.Exit(3)

@@ -66,9 +66,24 @@ def plan(
     ] = False,
     weak: Annotated[bool, typer.Option("--weak", help="--scaling: the global batch grows with the GPUs.")] = False,
     jitter: Annotated[
-        float, typer.Option(min=0, max=1, help="--scaling: deviation of a rank's time for a step, over its mean.")
-    ] = 0.01,
-    mtbf: Annotated[float, typer.Option(min=1, help="--scaling: hours between two failures of one GPU.")] = 50_000.0,
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="--scaling: deviation of a rank's time for a step, over its mean; default: 0.01, or --from's.",
+        ),
+    ] = None,
+    mtbf: Annotated[
+        float | None, typer.Option(min=1, help="Hours between two failures of one GPU; default: checkpoint.mtbf_h.")
+    ] = None,
+    measured_by: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="A run of this job, by name, path or URI: its measured steps, jitter and checkpoints count.",
+        ),
+    ] = None,
     restart: Annotated[float, typer.Option(min=0, help="--scaling: seconds from a failure to the next step.")] = 60.0,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="--scaling: write a page to this file.", show_default=False)
@@ -83,7 +98,7 @@ def plan(
     result = planning.plan.here(
         spec, set=overrides, gpus=gpus, gpus_per_node=gpus_per_node, memory=memory, vocab=vocab, device=gpu, efficiency=efficiency,
         in_node=in_node, between_nodes=between_nodes, search=search, scaling=scaling, weak=weak, jitter=jitter, mtbf=mtbf,
-        restart=restart,
+        restart=restart, measured_by=measured_by,
     )  # fmt: skip
     if out is not None:
         from raydist.report.html.scaling import render

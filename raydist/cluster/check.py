@@ -18,7 +18,7 @@ from raydist.spec.parallel import ParallelSpec
 
 SLOW = 0.8
 """A node is slow if it does less than this share of the nodes' median."""
-_UNIT = {"matmul": 1e12, "memory": 1e9, "to_device": 1e9, "link": 1e9}
+_UNIT = {"matmul": 1e12, "memory": 1e9, "to_device": 1e9, "in_node": 1e9, "link": 1e9}
 
 
 def run(job: JobSpec, session: Session, storage: str, share: float = SLOW) -> dict[str, Any]:
@@ -52,15 +52,16 @@ def everywhere(job: JobSpec, there: Sequence[Mapping[str, float]]) -> JobSpec:
 
 
 def table(has: Mapping[str, Mapping[str, Any]], measured: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row a node: what it has, the slowest rate of its ranks, and the median bandwidth of its links, in the units of RATES."""
+    """One row a node: what it has, the slowest rate of its ranks, and the median bandwidth of its links to other nodes, in units of
+    RATES."""
     rows = []
     pairs = measured["pairs"]
-    between = dict(zip(pairs["names"], pairs["bandwidth"], strict=True)) if pairs["between"] == "nodes" else {}
+    between = dict(zip(pairs["names"], pairs["bandwidth"], strict=True))
     for ip in dict.fromkeys([*(rank["node_ip"] for rank in measured["ranks"]), *has]):
         mine = [rank for rank in measured["ranks"] if rank["node_ip"] == ip]
         rates: dict[str, float | None] = {
             name: min(values) / _UNIT[name] if (values := [r[name] for r in mine if r[name] is not None]) else None
-            for name in ("matmul", "memory", "to_device")
+            for name in ("matmul", "memory", "to_device", "in_node")
         }
         links = [speed for speed in between.get(ip, []) if speed]
         rates["link"] = statistics.median(links) / _UNIT["link"] if links else None
@@ -82,13 +83,11 @@ def slow(rows: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]
     return found
 
 
-def without_slow(job: JobSpec, session: Session, storage: str) -> tuple[JobSpec, list[dict[str, Any]]]:
-    """The job without the nodes that are slow now, and why. Raises what `run` raises, and PreflightError if the job does not fit on
-    the others."""
-    result = run(job, session, storage)
-    names = sorted({each["node"] for each in result["slow"]})
+def without_slow(job: JobSpec, session: Session, slow: Sequence[Mapping[str, Any]]) -> JobSpec:
+    """The job without these nodes, of `run`. Raises PreflightError if it does not fit on the others."""
+    names = sorted({each["node"] for each in slow})
     left = job.with_fields({"cluster.resources.exclude": [*job.cluster.resources.exclude, *names]})
     problems = preflight.check_resources(left, [node["Resources"] for node in preflight.usable_nodes(left, session)])
     if problems:
         raise PreflightError(f"without the slow nodes {', '.join(names)}: {problems[0]}")
-    return left, result["slow"]
+    return left

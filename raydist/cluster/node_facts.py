@@ -1,11 +1,12 @@
 """What a node has, and how it differs from what `cluster.resources` asks for or from the other nodes.
 
-`look` and `storage_speed` run as a task on each node; the rest is pure. Never imports torch.
+`look`, `versions` and `storage_speed` run as a task on each node; the rest is pure. Never imports torch.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import tempfile
 import time
@@ -14,20 +15,29 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
 from typing import Any
 
+import xxhash
+
+import raydist
 from raydist.checkpoint.memory_layout import SHM
+from raydist.run.lease import SKEW_S
 from raydist.spec.resources import ResourcesSpec
 from raydist.storage import Storage
 
 _GIB = 1 << 30
 _BYTES, _FILES_S = 64 << 20, 1.0
+_VERSIONS = ("raydist", "torch", "ray", "pyarrow")
+_FILES = "raydist's files"
 _ODD = {"gpu": "GPU model", "driver": "driver of the GPUs", "nccl": "NCCL"}
+_SHOWN = 3
+"""Nodes that a note lists."""
 
 
 def look(address: str, disk: str | None = None) -> dict[str, Any]:
     """This host: `gpu` is None if its GPUs are of several models, "" without GPUs; sizes in GiB; `network_gbit` None if the driver
-    of the interface with that address does not say it; `clock`: Unix seconds."""
+    of the interface with that address does not say it."""
     import psutil
 
     models, driver = host_gpus()
@@ -41,8 +51,29 @@ def look(address: str, disk: str | None = None) -> dict[str, Any]:
         "shm_gib": shutil.disk_usage(SHM).total / _GIB if SHM.is_dir() else 0.0,
         "disk_gib": _free(disk),
         "network_gbit": _network(address),
-        "clock": time.time(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """What must agree on all nodes; None for a missing package. Reads metadata and raydist's own files, and imports nothing."""
+    found: dict[str, str | None] = {"python": platform.python_version().rsplit(".", 1)[0]}
+    for name in _VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    # Run from a source folder, as `ray job submit --working-dir .` does.
+    found["raydist"] = found["raydist"] or raydist.__version__
+    return found | {_FILES: source_hash(Path(raydist.__file__).parent)}
+
+
+def source_hash(folder: Path) -> str:
+    """Of the names and the bytes of its Python files: two checkouts may have one version."""
+    hashed = xxhash.xxh3_64()
+    for path in sorted(folder.rglob("*.py")):
+        hashed.update(f"{path.relative_to(folder).as_posix()}\0".encode())
+        hashed.update(path.read_bytes())
+    return hashed.hexdigest()
 
 
 def _free(folder: str | None) -> float:
@@ -121,6 +152,41 @@ def lacks(asked: ResourcesSpec, has: Mapping[str, Any]) -> list[str]:
         least, there = getattr(asked, field), has.get(field)
         if least is not None and there is not None and there < least:
             found.append(f"cluster.resources.{field}: {least:g}, but it has {there:.4g} {unit}")
+    return found
+
+
+def differs(
+    facts: Mapping[str, str | None], here: Mapping[str, str | None], clock: float, asked_at: float, told_at: float
+) -> list[str]:
+    """How a node differs from the driver, which has `here`: one line for each of `versions`, and one for a clock that is off by
+    more than a run's lease allows. `clock`: the node's, in the driver's time between `asked_at` and `told_at`."""
+    found = []
+    for name, mine in here.items():
+        there = facts.get(name)
+        if there != mine and name != _FILES:
+            found.append(f"{name} is {there or 'missing'}, the driver's is {mine}; install the same")
+        elif there != mine and facts.get("raydist") == here["raydist"]:
+            found.append(f"its raydist {here['raydist']} has other files than the driver's; install the same")
+    ahead, behind = clock - told_at, asked_at - clock
+    if max(ahead, behind) > SKEW_S:
+        found.append(
+            f"its clock is {max(ahead, behind):.0f} s {'ahead of' if ahead > behind else 'behind'} the driver's; a run's lease "
+            f"allows {SKEW_S:g} s: synchronise the clocks (chrony, ntpd)"
+        )
+    return found
+
+
+def notes(asked: ResourcesSpec, nodes: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What does not stop a run: nodes whose GPUs or driver differ from those of most, and what could not be compared with
+    `cluster.resources`."""
+    found = odd(nodes)
+    unknown = [ip for ip, has in nodes.items() if has.get("network_gbit") is None]
+    if asked.network_gbit is not None and unknown:
+        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        found.append(
+            f"cluster.resources.network_gbit: {asked.network_gbit:g} was not checked on {', '.join(unknown[:_SHOWN])}{more}: the "
+            "driver of the interface does not say its speed; `raydist check` measures it"
+        )
     return found
 
 

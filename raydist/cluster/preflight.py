@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
+import shutil
 import socket
 import time
 import uuid
@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,15 @@ from raydist.cluster import node_facts, nodes
 from raydist.cluster.session import Session
 from raydist.data import tokenizers
 from raydist.errors import PreflightError, RaydistError, UserError
-from raydist.run.lease import SKEW_S
 from raydist.spec import JobSpec, lora
 from raydist.spec.huggingface import HUB
 from raydist.storage import Storage
 from raydist.worker.optim.offload import swap_space
 
-_NODE_TIMEOUT_S = 60.0
+_NODES_S, _MEASURE_S = 60.0, 60.0
+"""How long all nodes together may take to answer, and how much longer if all write to the storage at once."""
 _LOOK_S = 1.0
-_VERSIONS = ("raydist", "torch", "ray", "pyarrow")
+_COMPILERS = ("g++", "gcc", "clang++", "clang", "c++", "cc")
 
 
 def gpus_per_worker(spec: JobSpec, resources: Mapping[str, float]) -> float:
@@ -170,6 +169,7 @@ def check(
             session.node_ip: node_facts.look(session.node_ip, spec.offload.path) | (_speed(run_uri) if measure else {})
         }
         problems += check_offload(spec.offload.path) + check_copies(spec.snapshot_every)
+        problems += check_compiler(spec.train.compile)
         problems += node_facts.lacks(asked, has[session.node_ip])
     else:
         with _marked(Storage(run_uri)) as mark:
@@ -234,16 +234,15 @@ def _check_nodes(
 ) -> tuple[dict[str, Any], list[str]]:
     """What each node has, and the problems of all. `mark`: see `_marked`."""
     import ray
-    from ray.exceptions import GetTimeoutError, RayError
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     modules = sorted({n.partition(":")[0] for n in (spec.model.name, spec.parallel.strategy) if ":" in n})
     look = ray.remote(num_cpus=0, max_retries=0)(look_around)
-    begun = time.time()
+    clock = ray.remote(num_cpus=0, max_retries=0)(_clock)
+    places = {n["NodeManagerAddress"]: NodeAffinitySchedulingStrategy(n["NodeID"], soft=False) for n in alive}
     pending = {
-        n["NodeManagerAddress"]: look.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)
-        ).remote(
+        look.options(scheduling_strategy=place).remote(
             run_uri,
             dataset,
             modules,
@@ -251,65 +250,55 @@ def _check_nodes(
             spec.snapshot_every,
             weights_of(spec),
             mark,
-            n["NodeManagerAddress"],
+            ip,
             measure,
-        )
-        for n in alive
+            spec.train.compile,
+        ): ip
+        for ip, place in places.items()
     }
-    here = versions()
+    here = node_facts.versions()
     each = spec.cluster.each(gpus_per_worker(spec, _total(alive)))
     holds = {n["NodeManagerAddress"] for n in alive if nodes.places([n["Resources"]], each)}
-    problems, has = [], {}
-    for ip, ref in pending.items():
-        try:
-            facts = ray.get(ref, timeout=_NODE_TIMEOUT_S)
-        except GetTimeoutError:
-            problems.append(f"node {ip}: no answer in {_NODE_TIMEOUT_S:g} s; see `ray status` and its raylet's log")
-            continue
-        except RayError as error:
-            line = str(error).strip().splitlines()[-1]
-            problems.append(f"node {ip}: cannot run raydist: {line}; install raydist {here['raydist']} there")
-            continue
-        for name, there in facts["versions"].items():
-            if there != here[name]:
-                problems.append(
-                    f"node {ip}: {name} is {there or 'missing'}, the driver's is {here[name]}; install the same"
-                )
-        has[ip] = facts["has"]
-        # A clock is only known to be wrong if it shows a time before the task was sent or after its answer came.
-        clock = has[ip]["clock"]
-        apart = max(begun - clock, clock - time.time())
-        if apart > SKEW_S:
-            facts["problems"].append(
-                f"its clock is {apart:.0f} s {'behind' if clock < begun else 'ahead of'} the driver's; a run's lease allows "
-                f"{SKEW_S:g} s: synchronise the clocks (chrony, ntpd)"
-            )
-        if ip in holds:
-            facts["problems"] += node_facts.lacks(spec.cluster.resources, has[ip])
-        problems += [f"node {ip}: {p}" for p in facts["problems"]]
+    seen: dict[str, dict[str, Any]] = {}
+    asked_at: dict[str, float] = {}
+    found: dict[str, list[str]] = {}
+    limit = _NODES_S + (_MEASURE_S if measure else 0.0)
+    until = time.monotonic() + limit
+    while pending and (left := until - time.monotonic()) > 0:
+        ray.wait([*pending], timeout=left)
+        ready, _ = ray.wait([*pending], num_returns=len(pending), timeout=0)
+        told_at = time.time()
+        for ref in ready:
+            ip = pending.pop(ref)
+            try:
+                answer = ray.get(ref)
+            except RayError as error:
+                line = str(error).strip().splitlines()[-1]
+                found[ip] = [f"cannot run raydist: {line}; install raydist {here['raydist']} there"]
+                continue
+            if ip not in seen:
+                # It has a process for tasks now, so its clock comes at once: it is known to milliseconds.
+                seen[ip], asked_at[ip] = answer, time.time()
+                pending[clock.options(scheduling_strategy=places[ip]).remote()] = ip
+                continue
+            found[ip] = node_facts.differs(seen[ip]["versions"], here, answer, asked_at[ip], told_at)
+            found[ip] += seen[ip]["problems"]
+            if ip in holds:
+                found[ip] += node_facts.lacks(spec.cluster.resources, seen[ip]["has"])
+    silent = [f"no answer in {limit:g} s; see `ray status` and its raylet's log"]
+    problems = [f"node {ip}: {problem}" for ip in places for problem in found.get(ip, silent)]
+    has = {ip: seen[ip]["has"] for ip in places if ip in seen}
     return has, problems + [
         f"{line}; install the same" for line in node_facts.odd(has, {"nccl": "NCCL"}) if each["GPU"]
     ]
 
 
+def _clock() -> float:
+    return time.time()
+
+
 def _total(alive: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {"GPU": sum(n["Resources"].get("GPU", 0.0) for n in alive)}
-
-
-def versions() -> dict[str, str | None]:
-    """Versions that must agree on all nodes; None for a missing package. Reads metadata, imports nothing."""
-    found: dict[str, str | None] = {"python": platform.python_version().rsplit(".", 1)[0]}
-    for name in _VERSIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    if found["raydist"] is None:
-        # Run from a source folder, as `ray job submit --working-dir .` does.
-        from raydist import __version__
-
-        found["raydist"] = __version__
-    return found
 
 
 def check_offload(path: str | None) -> list[str]:
@@ -329,6 +318,14 @@ def check_copies(every: int | str | None) -> list[str]:
     return [f"recovery.snapshot_every: {every} needs {SHM}, which does not exist or is not writable; set it to null"]
 
 
+def check_compiler(compiles: bool | str) -> list[str]:
+    """Problems of this host with `train.compile`: torch and Triton call a compiler."""
+    if not compiles or any(map(os.environ.get, ("CC", "CXX"))) or any(map(shutil.which, _COMPILERS)):
+        return []
+    shown = "blocks" if compiles == "blocks" else "true"
+    return [f"train.compile: {shown} needs a C++ compiler, and there is none; install g++, or set it to false"]
+
+
 def look_around(
     run_uri: str,
     dataset: str | None,
@@ -339,12 +336,14 @@ def look_around(
     mark: str | None = None,
     address: str = "",
     measure: bool = False,
+    compiles: bool | str = False,
 ) -> dict[str, Any]:
     """Runs on one node: its versions, what it has, and the problems that a worker would have there. `mark`: a file of the run's
-    folder that the driver has written. `address`: the node's. `measure`: also the speed of the storage.
+    folder that the driver has written. `address`: the node's. `measure`: also the speed of the storage. `compiles`:
+    `train.compile`.
     """
     has = node_facts.look(address, offload_path)
-    problems = check_offload(offload_path) + check_copies(snapshot_every)
+    problems = check_offload(offload_path) + check_copies(snapshot_every) + check_compiler(compiles)
     probe = f".probe-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     try:
         storage = Storage(run_uri)
@@ -376,7 +375,7 @@ def look_around(
         for m in modules
         if not _importable(m)
     ]
-    return {"versions": versions(), "has": has, "problems": problems}
+    return {"versions": node_facts.versions(), "has": has, "problems": problems}
 
 
 def _importable(module: str) -> bool:

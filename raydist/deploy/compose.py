@@ -28,10 +28,11 @@ def compose(job: JobSpec, image: str, train: Sequence[str]) -> str:
     here = has.model_copy(update={"nodes": 2, "cpus": None, "gpus": has.gpus or 0})
     nodes = Nodes.of(job.model_copy(update={"cluster": job.cluster.model_copy(update={"resources": here})}))
     start = [*(f"--{name}={value}" for name, value in nodes.start.items()), "--disable-usage-stats"]
+    environment = {"RAY_AUTH_MODE": "token", _TOKEN: f"${{{_TOKEN}:?put one into .env: openssl rand -hex 32}}"}
     common: dict[str, Any] = {
         "image": image,
         "working_dir": _WORK,
-        "environment": {"RAY_AUTH_MODE": "token", _TOKEN: f"${{{_TOKEN}:?put one into .env: openssl rand -hex 32}}"},
+        "environment": environment,
         "volumes": [f".:{_WORK}", f"./runs:{_RUNS}"],
         "shm_size": f"{math.ceil(nodes.shm_gib or 2)}gb",
         "init": True,
@@ -54,7 +55,13 @@ def compose(job: JobSpec, image: str, train: Sequence[str]) -> str:
             "ports": ["127.0.0.1:8265:8265"],
             "healthcheck": healthy,
         },
-        "node": common | {"command": join, "depends_on": {"head": {"condition": "service_healthy"}}},
+        "node": common
+        | {
+            "command": join,
+            # The image's health check asks the cluster at RAY_ADDRESS; this container has no GCS of its own.
+            "environment": environment | {"RAY_ADDRESS": f"head:{_GCS}"},
+            "depends_on": {"head": {"condition": "service_healthy"}},
+        },
     }
     made_for = shlex.join(train).replace("\n", "\n# ")
     header = f"# Made for: raydist train {made_for}\n# A token: echo {_TOKEN}=$(openssl rand -hex 32) >> .env\n"

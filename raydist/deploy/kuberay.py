@@ -66,7 +66,7 @@ def manifests(job: JobSpec, run: str, wishes: Wishes) -> str:
     command = ["python", "-m", "raydist", "train", JOB, "--name", run, "--storage", wishes.storage, "--address", "auto"]
     # Of a driver on a lost head only the lease is left.
     command += ["--wait-for-driver", f"{2 * LOST_AFTER_S:g}"]
-    stop = ["python", "-m", "raydist", "stop", run, "--storage", wishes.storage]
+    stop = ["python", "-m", "raydist", "stop", run, "--storage", wishes.storage, "--timeout", str(nodes.grace_s)]
     leave = ["python", "-m", "raydist.cluster.leave", str(nodes.grace_s)]
     has = {"cpu": str(nodes.cpus)}
     if nodes.memory_gib:

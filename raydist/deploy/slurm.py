@@ -25,6 +25,20 @@ _SCRIPT = """\
 #!/bin/bash
 {directives}
 set -euo pipefail
+requeue=
+driver=
+# Slurm's signal may come at any time. The driver saves a checkpoint on SIGTERM, and ends; on a second one it would end without.
+pass() {{
+  if [ "$requeue" = asked ] && [ -n "$driver" ]; then
+    requeue=passed
+    kill -TERM "$driver" 2> /dev/null || :
+  fi
+}}
+trap 'requeue=${{requeue:-asked}}; pass' USR1 TERM
+again() {{
+  scontrol requeue "$SLURM_JOB_ID"
+  exit "$1"
+}}
 cd {folder}
 export PATH={bin}:"$PATH"
 
@@ -46,23 +60,29 @@ srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \\
   --temp-dir="${{SLURM_TMPDIR:-/tmp}}/ray-$SLURM_JOB_ID" {ray} --block &
 rays=$!
 until (exec 3<> "/dev/tcp/${{address%:*}}/$port") 2> /dev/null; do
+  [ -z "$requeue" ] || again 143
   kill -0 "$rays" || {{ echo "Ray did not start on $head" >&2; exit 1; }}
   sleep 1
 done
 {others}
-raydist train {train} --address "$address" --wait-for-nodes {join} --wait-for-driver {lease} &
-driver=$!
-requeue=
-# The driver saves a checkpoint on SIGTERM, and ends.
-trap 'requeue=1; kill -TERM "$driver"' USR1 TERM
-code=0
-while kill -0 "$driver" 2> /dev/null; do
+[ -z "$requeue" ] || again 143
+# A shell without traps tells the driver's pid and exit code: where a signal comes just as the driver ends, `wait` may lose it.
+exec 3>&1 4< <(
+  raydist train {train} --address "$address" --wait-for-nodes {join} --wait-for-driver {lease} >&3 &
+  echo "$!"
   code=0
-  wait "$driver" || code=$?
+  wait "$!" || code=$?
+  echo "$code"
+)
+read -r driver <&4
+pass
+code=
+until read -r code <&4; do
+  [ "$?" -gt 128 ] || {{ code=143; break; }}  # that shell was killed
 done
 # 2: the request is invalid, and would be so again; 0 and 3: the run has ended.
 if [ -n "$requeue" ] && [ "$code" -gt 128 ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+  again "$code"
 fi
 exit "$code"
 """

@@ -14,16 +14,13 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from raydist.checkpoint.interval import young_daly
+from raydist.checkpoint.interval import apart
 from raydist.planner.facts import Machine
 from raydist.planner.speed import Speed
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
 
-MTBF_H = 50_000.0
-"""Hours between two failures of one GPU and its share of everything else: 419 in 54 days on 16,384 H100s (arXiv 2407.21783,
-section 3.3.4) are one every 50,700 hours."""
 JITTER = 0.01
 """Standard deviation of a rank's time for a step over its mean."""
 RESTART_S = 60.0
@@ -32,10 +29,12 @@ GPUS = tuple(2**n for n in range(3, 11))
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """`restart_s`: from a failure to the first new step."""
+    """`mtbf_h`: `checkpoint.mtbf_h`, hours between two failures of one GPU and its share of everything else; its default: 419 in 54
+    days on 16,384 H100s (arXiv 2407.21783, section 3.3.4) are one every 50,700 hours. `restart_s`: from a failure to the first new
+    step."""
 
+    mtbf_h: float
     jitter: float = JITTER
-    mtbf_h: float = MTBF_H
     restart_s: float = RESTART_S
 
 
@@ -45,6 +44,19 @@ class Save:
 
     stall_s: float
     write_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a run has measured on so many ranks, as medians: of a step, of a checkpoint, and of what a copy in memory costs, None
+    where it has none. `jitter`: as in Assumed; None if its telemetry is too short to tell."""
+
+    run: str
+    ranks: int
+    step_s: float
+    save: Save | None = None
+    copy_s: float | None = None
+    jitter: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,7 @@ def point(gpus: int, batch: int, step: Speed, save: Save, assumed: Assumed) -> P
     late = step.seconds * assumed.jitter * slowest(gpus)
     whole = step.seconds + late
     mtbf = assumed.mtbf_h * 3600 / gpus
-    every = max(young_daly(save.stall_s, mtbf), save.write_s)
+    every = apart(save.stall_s, save.write_s, mtbf)
     saves, failures = lost(every, save.stall_s, mtbf, assumed.restart_s)
     training = 1 - saves - failures
     parts = {

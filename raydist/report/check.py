@@ -16,14 +16,15 @@ RATES = {
     "matmul": "TFLOP/s of a matrix product",
     "memory": "GB/s in its memory",
     "to_device": "GB/s from the host to the GPU",
+    "in_node": "GB/s between its GPUs",
     "link": "GB/s to other nodes",
     "storage_mb_s": "MB/s to the storage",
     "storage_iops": "files/s to the storage",
 }
 """What is compared between nodes, and its unit."""
 _HEADS = {"ranks": "ranks", "gpu": "GPU", "matmul": "TFLOP/s", "memory": "memory GB/s", "to_device": "to GPU GB/s",
-          "link": "links GB/s", "storage_mb_s": "storage MB/s", "storage_iops": "files/s", "disk_gib": "disk GiB",
-          "shm_gib": "shm GiB"}  # fmt: skip
+          "in_node": "in node GB/s", "link": "links GB/s", "storage_mb_s": "storage MB/s", "storage_iops": "files/s",
+          "disk_gib": "disk GiB", "shm_gib": "shm GiB"}  # fmt: skip
 
 
 def show(result: Mapping[str, Any], out: Console | None = None) -> None:
@@ -36,7 +37,9 @@ def show(result: Mapping[str, Any], out: Console | None = None) -> None:
     out.print(table)
     for line in (*result["differs"], *map(said, result["slow"])):
         out.print(line, style="red", soft_wrap=True, markup=False)
-    if names := sorted({each["node"] for each in result["slow"]}):
+    if names := result.get("left_out"):
+        out.print(f"left out: {', '.join(names)}; the job fits on the others", soft_wrap=True, markup=False)
+    elif names := sorted({each["node"] for each in result["slow"]}):
         left_out = f"--set 'cluster.resources.exclude=[{', '.join(names)}]'"
         out.print(f"to leave them out: {left_out}, or raydist train --exclude-slow", soft_wrap=True, markup=False)
     elif not result["differs"]:

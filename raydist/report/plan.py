@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from raydist.report import text
 from raydist.report.tables import columns
 
 _COLUMNS = {
@@ -51,8 +52,8 @@ def show(plan: dict[str, Any], out: Console | None = None) -> None:
             out.print(f"{row['strategy']} cannot train this job: {row['refused']}", soft_wrap=True, markup=False)
     if plan["pick"]:
         _pick(plan, out)
-    for text in plan["suggestions"]:
-        out.print(f"- {text}", soft_wrap=True, markup=False)
+    for line in (*(f"- {each}" for each in plan["suggestions"]), *_intervals(plan["intervals"], plan["machine"])):
+        out.print(line, soft_wrap=True, markup=False)
     out.print(_speed(plan), soft_wrap=True, markup=False)
 
 
@@ -210,6 +211,23 @@ def _pick(plan: dict[str, Any], out: Console) -> None:
     )
     if pick["set"]:
         out.print("  " + " ".join(f"--set {k}={v}" for k, v in pick["set"].items()), soft_wrap=True, markup=False)
+
+
+def _intervals(found: dict[str, Any] | None, machine: dict[str, Any]) -> list[str]:
+    """How far apart checkpoints and copies in memory are with `auto`, and why."""
+    if found is None:
+        return []
+    by = f", as in run {found['run']}" if found["run"] is not None else ""
+    written = f" and is written in {text.span(found['write_s'])}" if found["write_s"] else ""
+    ranks = _plural(machine["ranks"], "rank")
+    return [
+        f"checkpoint.every: auto: about {_plural(found['checkpoint_steps'], 'step')} ({text.span(found['checkpoint_s'])}), which "
+        f"lose least: a checkpoint stops training for {text.span(found['stall_s'])}{written}{by}, {ranks} fail every "
+        f"{text.span(found['mtbf_s'])}",
+        f"recovery.snapshot_every: auto: about {_plural(found['copy_steps'], 'step')} ({text.span(found['copy_s'])}): copies in "
+        f"memory take up to {found['copy_share']:.0%} of the time at {text.span(found['copy_cost_s'])} each, so that a failure "
+        f"repeats little; {text.span(found['copy_loses_least_s'])} would lose least on average",
+    ]
 
 
 def _speed(plan: dict[str, Any]) -> str:

@@ -141,6 +141,17 @@ def test_rounds_have_every_pair_once(n: int) -> None:
     assert len(made) == (n - 1 if n % 2 == 0 else n)
 
 
+def test_pairs_within_nodes_at_the_same_time() -> None:
+    """Each two ranks of a node once, no rank twice in a round, and no more rounds than the largest node needs; a node with one rank
+    has none."""
+    made = links.within(["a", "b", "a", "c", "a", "a", "c"])
+    pairs = sorted(pair for each in made for pair in each)
+    assert pairs == [(0, 2), (0, 4), (0, 5), (2, 4), (2, 5), (3, 6), (4, 5)]
+    assert all(len({x for pair in each for x in pair}) == 2 * len(each) for each in made)
+    assert len(made) == 3
+    assert links.within(["a"]) == links.within(["a", "b"]) == []
+
+
 def test_members_are_one_a_node() -> None:
     """The first rank of each node; for a single node all its ranks."""
     assert links.members(["a", "a", "b", "b"]) == ("nodes", [0, 2], ["a", "b"])
@@ -148,8 +159,9 @@ def test_members_are_one_a_node() -> None:
 
 
 def pairs(rank: Rank) -> dict[str, Any]:
-    """The topology of these ranks on one host."""
-    return asdict(links.measure(rank))
+    """The topology of these ranks on one host, and what the pairs within it reach."""
+    inside = links.speeds(rank, links.within(["here"] * rank.world_size))
+    return asdict(links.measure(rank)) | {"inside": {pair: links.speed(points) for pair, points in inside.items()}}
 
 
 def test_the_matrix_of_pairs(ranks: Any) -> None:
@@ -161,6 +173,8 @@ def test_the_matrix_of_pairs(ranks: Any) -> None:
         for a in range(3):
             assert matrix[a][a] == 0
             assert all(matrix[a][b] == matrix[b][a] > 0 for b in range(3) if b != a)
+    assert made["inside"].keys() == {(0, 1), (0, 2), (1, 2)}
+    assert min(made["inside"].values()) > 0
     assert made["line"]["beta"] > 0  # 8 MiB take longer than 8 bytes
 
 

@@ -3,7 +3,10 @@ refused before."""
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -149,7 +152,11 @@ def test_kuberay(job: Any) -> None:
     assert pod.termination_grace_period_seconds > load(Path("job.yaml")).checkpoint.timeout_s
     head = cluster.head_group_spec
     assert head.ray_start_params["num-gpus"] == "0"
-    assert "nvidia.com/gpu" not in head.template.spec.containers[0].resources.limits
+    (driver,) = head.template.spec.containers
+    assert "nvidia.com/gpu" not in driver.resources.limits
+    assert driver.lifecycle is not None
+    stop = driver.lifecycle.pre_stop.exec.command
+    assert float(stop[stop.index("--timeout") + 1]) == head.template.spec.termination_grace_period_seconds
     assert head.template.spec.tolerations is None
 
 
@@ -201,6 +208,51 @@ def test_slurm(job: Any, tmp_path: Path) -> None:
         deploy("slurm", job(), "--sbatch", "exclusive; rm")
 
 
+@pytest.mark.parametrize(
+    ("train", "listens", "expected"),
+    [
+        (":", False, (143, True)),  # the signal comes while Ray starts
+        ("kill -USR1 $$; exec sleep 60", True, (143, True)),
+        # A second one is not passed on: the driver would end without a checkpoint.
+        ("trap 'n=$((n + 1))' TERM; kill -USR1 $$; kill -TERM $$; n=142; until ((n > 142)); do sleep; done; sleep; exit $n",
+         True, (143, True)),
+        # The driver ends by itself just then.
+        ("trap '' TERM; kill -USR1 $$; exit 3", True, (3, False)),
+        ("trap '' TERM; kill -USR1 $$; exit 0", True, (0, False)),
+    ],
+)  # fmt: skip
+def test_a_signal_of_slurm_may_come_at_any_time(
+    job: Any, tmp_path: Path, train: str, listens: bool, expected: tuple[int, bool]
+) -> None:
+    """The script ends with the driver's code, and is queued again if the signal ended the driver or came before it."""
+    script = deploy("slurm", job(workers=8)).stdout
+    with socket.socket() as ray, (tmp_path / "log").open("w") as log:
+        port = next(port for port in range(20_000, 30_000) if _bound(ray, port))
+        if listens:
+            ray.listen()
+        stubs = f"""
+            scontrol() {{ case $1 in show) echo a;; requeue) touch requeued;; esac; }}
+            srun() {{ case "$*" in *getent*) echo 127.0.0.1;; *) {"" if listens else "kill -USR1 $$;"} exec sleep 60;; esac; }}
+            raydist() {{ {train}; }}
+            sleep() {{ command sleep 0.02; }}
+            export SLURM_JOB_ID={port - 20_000} SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=a
+        """
+        shell = subprocess.Popen(["bash", "-c", stubs + script], stdout=log, stderr=log, start_new_session=True)
+        try:
+            code = shell.wait(60)
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)  # Slurm ends what its steps left
+    assert (code, Path("requeued").exists()) == expected, (tmp_path / "log").read_text()
+
+
+def _bound(made: socket.socket, port: int) -> bool:
+    try:
+        made.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
+
+
 def test_compose(job: Any) -> None:
     """Two nodes, the first with a driver that waits for the other one; each has the token, the job's folder and the runs."""
     made = yaml.safe_load(deploy("compose", job(workers=2, cpus_per_worker=1, resources={"gpus": 0})).stdout)
@@ -208,6 +260,9 @@ def test_compose(job: Any) -> None:
     for service in made["services"].values():
         assert "RAY_AUTH_TOKEN" in service["environment"]
         assert service["volumes"] == [".:/work", "./runs:/runs"]
+    # What the image's health check asks: only one container has a GCS.
+    assert made["services"]["node"]["environment"]["RAY_ADDRESS"] == "head:6379"
+    assert "RAY_ADDRESS" not in made["services"]["head"]["environment"]
     node = made["services"]["node"]["command"]
     assert node[:4] == ["ray", "start", "--address", "head:6379"]
     assert node[4:6] == ["--num-cpus=1", "--num-gpus=0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,12 +15,15 @@ from typer.testing import CliRunner
 
 import raydist
 from raydist.api import planning, speed
+from raydist.checkpoint.interval import apart
 from raydist.cli import plan
 from raydist.data import open_or_prepare
 from raydist.errors import DataError, SpecError, UsageError
 from raydist.planner.vocabulary import vocabulary
+from raydist.run.directory import RunDir
 from raydist.spec import JobSpec, load
 from raydist.worker.pipeline_schedule import timeline
+from tests.report import story
 
 ROOT = Path(__file__).parents[2]
 DEEPSEEK = ROOT / "jobs/deepseek_7b_zero3.yaml"
@@ -379,7 +383,7 @@ def test_json_is_documented(deepseek: dict[str, Any]) -> None:
     """Every key of the object and of its parts is in docs/how-to/plan.md."""
     section = (ROOT / "docs/how-to/plan.md").read_text().split("\n## JSON\n")[1]
     keys = set(deepseek) | {k for r in deepseek["strategies"] for k in r}
-    for name in ("model", "machine", "batch", "offload", "pick", "speed"):
+    for name in ("model", "machine", "batch", "offload", "pick", "speed", "intervals"):
         keys |= set(deepseek[name])
     keys |= set(row(deepseek, "ddp")["speed"])
     named = set(re.findall(r"`(\w+)`", section))
@@ -388,6 +392,39 @@ def test_json_is_documented(deepseek: dict[str, Any]) -> None:
         f"`--{o}" in (ROOT / "docs/how-to/plan.md").read_text()
         for o in ("gpus ", "gpus-per-node", "memory", "vocab", "device", "efficiency", "in-node", "between-nodes")
     )
+
+
+def test_the_intervals_are_those_of_auto(tmp_path: Path, small: Path) -> None:
+    """From the forecast: a rank's state over the link to the host, and the job's own `mtbf_h`. From a run on as many ranks: what it
+    measured, also without a GPU; `--scaling` scales its checkpoints and takes its jitter's default without telemetry."""
+    options = ("--vocab", "256", "--device", "h100", "--gpus", "8")
+    made = told(small, *options, "--set", "checkpoint.mtbf_h=1000")["intervals"]
+    stall = (
+        12 * told(small, *options)["model"]["parameters"] / 8 / 64e9
+    )  # of ddp: the ranks divide the state for a checkpoint
+    assert (made["run"], made["stall_s"], made["mtbf_s"]) == (None, pytest.approx(stall), 1000 * 3600 / 8)
+    assert made["checkpoint_s"] == pytest.approx(apart(stall, 0.0, 450_000.0))
+    assert made["checkpoint_steps"] == math.ceil(made["checkpoint_s"] / made["step_s"])
+    assert told(small, *options, "--mtbf", "1000")["intervals"] == made
+    assert told(small, "--vocab", "256")["intervals"] is None
+    run = RunDir(tmp_path / "of-two")
+    saved = story.event(5, "checkpoint_saved", step=2, bytes=1, seconds=4.0, stall_seconds=0.5)
+    copied = story.event(6, "note", text="a copy in memory", copy_seconds=0.02)
+    story.write(run, [story.begun(0, 1), saved, copied], [(1, 0, story.steps(1, 9, 1, seconds=2.0))])
+    made = told(small, "--vocab", "256", "--from", run.uri)["intervals"]
+    assert (made["run"], made["step_s"], made["stall_s"], made["write_s"]) == ("of-two", 2.0, 0.5, 4.0)
+    assert (made["copy_cost_s"], made["copy_steps"]) == (0.02, 2)  # 0.02 s of 0.8% of the time
+    text = call(small, "--vocab", "256", "--from", run.uri)
+    assert (
+        "checkpoint.every: auto: about 4744 steps (2:38:06), which lose least: a checkpoint stops training for 0.5 s"
+        in text
+    )
+    assert "and is written in 4 s, as in run of-two, 2 ranks fail every 1041d 16:00:00" in text
+    assert "recovery.snapshot_every: auto: about 2 steps (4 s): copies in memory take up to 1% of the time" in text
+    scaled = told(small, *options, "--scaling", "--weak", "--from", run.uri)
+    assert (scaled["measured"]["save"]["stall_s"], scaled["assumed"]["jitter"]) == (0.5, 0.01)
+    with pytest.raises(UsageError, match="--from has no part in it"):
+        call(small, *options, "--search", "--from", run.uri)
 
 
 def test_scaling(tmp_path: Path, small: Path) -> None:

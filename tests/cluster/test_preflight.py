@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from raydist.cluster import node_facts, preflight
+from raydist.cluster.node_facts import versions
 from raydist.cluster.nodes import usable
-from raydist.cluster.preflight import check_resources, gpus_per_worker, look_around, versions
+from raydist.cluster.preflight import check_resources, gpus_per_worker, look_around
 from raydist.errors import PreflightError, SpecError
+from raydist.run.lease import SKEW_S
 from raydist.spec import JobSpec, parse
 from raydist.spec.resources import ResourcesSpec
 
@@ -124,6 +126,22 @@ def test_a_node_says_all_that_it_lacks(tmp_path: Path) -> None:
     assert found["versions"] == versions()
 
 
+def test_a_compiled_model_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node without one is named before a rank starts; a job that compiles nothing needs none."""
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def problems(compiles: bool | str) -> list[str]:
+        return list(look_around(str(tmp_path / "run"), None, [], compiles=compiles)["problems"])
+
+    assert problems(False) == []
+    (problem,) = problems("blocks")
+    assert problem.startswith("train.compile: blocks needs a C++ compiler, and there is none")
+    (tmp_path / "clang").touch(mode=0o755)
+    assert problems(True) == []
+
+
 def test_a_node_with_a_folder_of_its_own(tmp_path: Path) -> None:
     """Its storage can be written, but is not the driver's: one problem, and nothing is written there."""
     (tmp_path / "data").mkdir()
@@ -174,6 +192,66 @@ def test_the_node_that_differs_is_named() -> None:
     assert node_facts.odd(cluster) == []
     cluster["10.0.0.2"] = FACTS | {"nccl": "2.21.5"}
     assert node_facts.odd(cluster) == ["node 10.0.0.2: NCCL is 2.21.5, that of 2 of 3 nodes is 2.27.3"]
+
+
+HERE = {
+    "python": "3.11",
+    "raydist": "0.1.0",
+    "torch": "2.13.0",
+    "ray": "2.60.0",
+    "pyarrow": "26.0.1",
+    "raydist's files": "ab",
+}
+
+
+@pytest.mark.parametrize(
+    ("there", "clock", "told"),
+    [
+        ({}, 100.0, []),
+        ({}, 90.0 - SKEW_S, []),  # the answer took from 90 to 110: a clock at 110 + SKEW_S may be right
+        ({}, 110.0 + SKEW_S, []),
+        ({}, 125.0, ["its clock is 15 s ahead of the driver's; a run's lease allows 5 s: synchronise"]),
+        ({}, 60.0, ["its clock is 30 s behind the driver's"]),
+        ({"raydist": "0.2.0", "raydist's files": "cd"}, 100.0, ["raydist is 0.2.0, the driver's is 0.1.0; install the same"]),
+        ({"raydist's files": "cd"}, 100.0, ["its raydist 0.1.0 has other files than the driver's"]),
+        ({"torch": None, "python": "3.12"}, 100.0, ["python is 3.12, the driver's is 3.11", "torch is missing"]),
+    ],
+)  # fmt: skip
+def test_a_node_differs_from_the_driver(there: dict[str, str | None], clock: float, told: list[str]) -> None:
+    """One line for each version, one for a raydist of the same version with other files, and one for a clock that is certainly off
+    by more than the lease allows."""
+    found = node_facts.differs({**HERE, **there}, HERE, clock, asked_at=90.0, told_at=110.0)
+    assert len(found) == len(told)
+    assert all(line.startswith(text) for line, text in zip(found, told, strict=True))
+
+
+def test_other_files_are_another_raydist(tmp_path: Path) -> None:
+    """A changed byte, and a file under another name; compiled files do not count."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/a.py").write_text("x = 1")
+    (tmp_path / "sub/a.pyc").write_bytes(b"1")
+    first = node_facts.source_hash(tmp_path)
+    (tmp_path / "sub/a.pyc").write_bytes(b"2")
+    assert node_facts.source_hash(tmp_path) == first
+    (tmp_path / "sub/a.py").rename(tmp_path / "sub/b.py")
+    renamed = node_facts.source_hash(tmp_path)
+    (tmp_path / "sub/b.py").write_text("x = 2")
+    assert len({first, renamed, node_facts.source_hash(tmp_path)}) == 3
+
+
+def test_what_does_not_stop_a_run_is_noted() -> None:
+    """A node with another GPU model or driver, and an expected speed of an interface that does not say its own."""
+    cluster = {f"10.0.0.{i}": FACTS for i in range(3)}
+    fast = ResourcesSpec(network_gbit=100)
+    assert node_facts.notes(fast, cluster) == []
+    cluster |= {"10.0.0.2": FACTS | {"gpu": "NVIDIA A100-SXM4-80GB", "network_gbit": None}}
+    model, network = node_facts.notes(fast, cluster)
+    assert model.startswith("node 10.0.0.2: GPU model is NVIDIA A100-SXM4-80GB, that of 2 of 3 nodes is NVIDIA H100")
+    assert network.startswith("cluster.resources.network_gbit: 100 was not checked on 10.0.0.2: ")
+    assert node_facts.notes(ResourcesSpec(), cluster) == [model]
+    many = {f"10.0.1.{i}": FACTS | {"network_gbit": None} for i in range(5)}
+    (line,) = node_facts.notes(fast, many)
+    assert "on 10.0.1.0, 10.0.1.1, 10.0.1.2 and 2 more: " in line
 
 
 def test_labels_and_addresses_choose_the_nodes() -> None:

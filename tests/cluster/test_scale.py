@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +225,22 @@ def test_listing_in_proportion(tmp_path: Path) -> None:
 
     few, many = (operations(listed(world)) for world in (SMALL, SMALL * TIMES))
     assert many < few * TIMES * SLACK
+
+
+def test_a_summary_reads_no_tensors(tmp_path: Path) -> None:
+    """It costs as much for a hundred tensors as for one; a whole manifest does not."""
+
+    def read(tensors: int) -> tuple[int, int]:
+        run = RunDir(tmp_path / str(tensors))
+        begin_attempt(run, 1)
+        made = checkpoint(SMALL)
+        made = replace(made, tensors={f"model/{n}": made.tensors["model/w"] for n in range(tensors)})
+        run.storage.write(f"{step_folder(20)}/{manifest_name(1)}", made.dumps())
+        return operations(lambda: manifest.summary(run)), operations(lambda: manifest.read(run, 20))
+
+    (one, whole), (many, all_whole) = read(1), read(100)
+    assert many < one * SLACK
+    assert all_whole > whole * 10
 
 
 def test_unreachable_nodes_are_asked_at_once() -> None:

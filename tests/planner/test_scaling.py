@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from raydist.checkpoint.interval import young_daly
+from raydist.checkpoint.interval import CheckpointInterval, apart, young_daly
 from raydist.planner.facts import Machine
 from raydist.planner.scaling import GPUS, Assumed, Save, forecast, lost, slowest
 from raydist.planner.speed import Speed
@@ -40,7 +40,7 @@ def test_shares_add_up_and_batches_refuse() -> None:
     def step(asked: object, here: Machine) -> Speed:
         return Speed(4.0, 2.0, 1.0, 0.0, 0.0, 1000.0 * here.ranks, 0.0)
 
-    machine, assumed = Machine(32, 8, "cuda", None), Assumed(jitter=0.02, mtbf_h=1000)
+    machine, assumed = Machine(32, 8, "cuda", None), Assumed(1000.0, jitter=0.02)
     strong, refused = forecast(job, machine, step, lambda here: Save(1.0), assumed, weak=False)
     assert [point.gpus for point in strong] == [8, 16, 32, 64]
     assert set(refused) == {128, 256, 512, 1024}
@@ -52,6 +52,23 @@ def test_shares_add_up_and_batches_refuse() -> None:
         assert sum(point.shares.values()) == pytest.approx(1.0, abs=1e-9)
     assert weak[-1].efficiency < weak[0].efficiency == 1.0
     assert weak[-1].shares["failures"] > 10 * weak[0].shares["failures"]
-    assert weak[-1].interval_s == 900.0
-    hopeless, _ = forecast(job, machine, step, lambda here: Save(1.0), Assumed(mtbf_h=1e-3), weak=False)
+    assert weak[-1].interval_s == apart(1.0, 900.0, 3_600_000 / 1024) > 900.0
+    hopeless, _ = forecast(job, machine, step, lambda here: Save(1.0), Assumed(1e-3), weak=False)
     assert {(point.tokens_per_second, point.efficiency) for point in hopeless} == {(0.0, 0.0)}
+
+
+@pytest.mark.parametrize("write_s", [0.0, 30.0, 3000.0])
+def test_the_forecast_interval_is_that_of_auto(write_s: float) -> None:
+    """A run on as many GPUs, whose saves cost what the forecast assumes, saves as many steps apart, to the step."""
+    job = parse({"data": {"source": "x"}, "train": {"steps": 1, "global_batch": 64}, "cluster": {"workers": 32}})
+
+    def step(asked: object, here: Machine) -> Speed:
+        return Speed(4.0, 2.0, 1.0, 0.0, 0.0, 1000.0, 0.0)
+
+    machine = Machine(32, 8, "cuda", None)
+    points, _ = forecast(job, machine, step, lambda here: Save(1.5, write_s), Assumed(1000.0), weak=False)
+    run = CheckpointInterval("auto", 0, 1000.0 * 3600 / 32)
+    run.stepped(4.0, unusual=False)
+    run.saved(write_s, stall_s=1.5)
+    (point,) = [point for point in points if point.gpus == 32]
+    assert run.after(0) == -(-point.interval_s // 4.0)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,9 @@ from raydist.report import summary
 from raydist.run.directory import SPEC, STATE, RunDir, manifest_name
 from raydist.run.driver_process import this_process
 from raydist.run.log_writer import RunLog
+from raydist.run.status import write_state
 from tests.report.conftest import STARTUP
+from tests.s3_proxy import Counting
 
 Trained = Callable[..., tuple[RunDir, RunMonitor]]
 
@@ -138,3 +141,25 @@ def test_steps_have_the_fields_of_step_records(trained: Trained) -> None:
     assert [row["step"] for row in rows] == list(range(1, 81))
     assert [row["attempt"] for row in rows] == [1] * 50 + [2] * 30
     assert StepRecord(**rows[6]) == StepRecord(7, 1 / 7, 1e-3, 0.5, 100, 0.1, 0.01, 2, 1, f"{7:016x}")
+
+
+def test_a_list_takes_four_requests_a_run(s3: Any) -> None:
+    """On an object store, besides those that list the folders: so 10,000 runs are 40,000 requests, 32 at a time."""
+    uri = s3.uri("many")
+    server = uri.partition("endpoint_override=")[2].partition("&")[0]
+
+    def asked(runs: int) -> int:
+        for number in range(runs):
+            run = RunDir(uri.replace("/many?", f"/many/run-{number}?"))
+            run.storage.write(SPEC, b"name: a-run\n")
+            write_state(
+                run, {"status": "finished", "heartbeat_at": 1.0, "driver": this_process(), "step": 3, "loss": 2.0}
+            )
+        proxy = Counting(server)
+        rows = summary.runs(uri.replace(server, proxy.place))
+        assert [(row["status"], row["steps"]) for row in rows] == [("finished", 3)] * runs
+        proxy.close()
+        return proxy.requests
+
+    few, many = asked(2), asked(8)
+    assert 0 < many - few <= 4 * 6

@@ -21,6 +21,7 @@ LOST = ("communication", "pipeline", "offload", "stragglers", "checkpoints", "fa
 def render(found: Mapping[str, Any]) -> bytes:
     """The page, in UTF-8."""
     points, assumed = found["points"], found["assumed"]
+    run = f", run {found['measured']['run']}" if found["measured"] else ""
     x = np.array([float(point["gpus"]) for point in points])
     speeds = np.array([point["tokens_per_second"] for point in points])
     linear = speeds[0] * x / x[0]
@@ -53,7 +54,7 @@ def render(found: Mapping[str, Any]) -> bytes:
                     "grows with the GPUs" if found["weak"] else "stays",
                     f"{points[0]['global_batch']:,} sequences",
                 ),
-                ("jitter", f"{assumed['jitter']:.1%}", "of a rank's step"),
+                ("jitter", f"{assumed['jitter']:.1%}", f"of a rank's step{run}"),
                 ("MTBF of a GPU", f"{assumed['mtbf_h']:,.0f} h", f"restart: {assumed['restart_s']:g} s"),
             ]
         ),

@@ -43,6 +43,8 @@ class Committer:
     def __init__(self, run: RunDir, facts: Facts, *, keep: int, noted: bool, say: Say) -> None:
         self._run, self._facts, self._keep, self._noted, self._say = run, facts, keep, noted, say
         self._evals: dict[int, float] = {}
+        self._known: manifest.Known = {}
+        self._last: manifest.Known = {}
         self.evals_lock = threading.Lock()
         """Held while a save ends, so that an eval loss is either in its manifest or stored beside it."""
 
@@ -76,6 +78,7 @@ class Committer:
         )
         where = manifest.path(step, manifest_name(self._facts.attempt))
         self._run.storage.write(where, made.dumps(), check=self.refuse_if_fenced)
+        self._last = {where: manifest.facts(made)}
         return made.nbytes
 
     def refuse_if_fenced(self) -> None:
@@ -93,7 +96,8 @@ class Committer:
     def is_best(self, step: int) -> bool:
         """Whether `step` has the best eval loss of all committed checkpoints."""
         try:
-            return manifest.best(self._run) == step
+            self._known.update(self._last)
+            return manifest.best(self._run, self._known) == step
         except StorageError:
             return False  # the step was committed; that storage has failed since is reported by the next save
 
@@ -102,8 +106,8 @@ class Committer:
         try:
             if fenced(self._run, self._facts.attempt):
                 return  # another attempt decides now
-            retention.sweep(self._run, manifest.read(self._run, step))
-            retention.prune(self._run, self._keep, orphans=True, attempt=self._facts.attempt)
+            retention.sweep(self._run, manifest.read(self._run, step, tensors=False))
+            retention.prune(self._run, self._keep, orphans=True, attempt=self._facts.attempt, known=self._known)
         except Exception as error:
             self._say("note", text=f"old checkpoints could not be deleted: {type(error).__name__}: {error}")
 

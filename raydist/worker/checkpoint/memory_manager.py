@@ -172,12 +172,13 @@ class MemoryCheckpointer:
         if self._reported is None or not self._reported / 2 < interval < self._reported * 2:
             self._reported = interval
             self._say(
-                f"a copy in memory every {interval} steps: each costs {1e3 * cost:.1f} ms, a step takes {1e3 * base:.1f} ms"
+                f"a copy in memory every {interval} steps: each costs {1e3 * cost:.1f} ms, a step takes {1e3 * base:.1f} ms",
+                copy_seconds=cost,
             )
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, **data: float) -> None:
         if self._rank == 0:
-            self._on_event(Event("note", time.time(), {"text": text}))
+            self._on_event(Event("note", time.time(), {"text": text, **data}))
 
 
 def choose(

@@ -25,6 +25,11 @@ _BETWEEN = 3
 """Steps without a snapshot before each one, at least: its cost is measured against them."""
 
 
+def steps_apart(cost_s: float, step_s: float) -> int:
+    """Steps from one snapshot to the next if `every` is auto."""
+    return max(1, math.ceil(cost_s / (AIM * SHARE * step_s)))
+
+
 class SnapshotInterval:
     """Call `step`, then `due`, once a step; `taken` when a snapshot begins; `ended` when it ends.
 
@@ -61,7 +66,7 @@ class SnapshotInterval:
         cost, base = self.cost, self.base
         if cost is None or base is None:
             return None
-        return max(1, math.ceil(cost / (AIM * SHARE * base)))
+        return steps_apart(cost, base)
 
     def step(self, seconds: float, unusual: bool) -> None:
         """A step took so many seconds in all. `unusual`: it had other work than most steps, such as a checkpoint."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 
 import numpy as np
 import torch
@@ -63,28 +64,48 @@ def members(nodes: Sequence[str]) -> tuple[str, list[int], list[str]]:
     return "ranks", list(range(len(nodes))), [f"rank {r}" for r in range(len(nodes))]
 
 
+def within(nodes: Sequence[str]) -> list[list[tuple[int, int]]]:
+    """Every pair of ranks of one node, in rounds of disjoint pairs, at the same time on all nodes. `nodes`: of each rank."""
+    there: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        there.setdefault(node, []).append(rank)
+    each = [[[(ranks[a], ranks[b]) for a, b in pairs] for pairs in rounds(len(ranks))] for ranks in there.values()]
+    merged = ([*chain.from_iterable(pairs)] for pairs in zip_longest(*each, fillvalue=[]))
+    return [pairs for pairs in merged if pairs]  # a node with one rank has none
+
+
+def speeds(rank: Rank, pairs: Sequence[Sequence[tuple[int, int]]]) -> dict[tuple[int, int], list[tuple[int, float]]]:
+    """Of each pair of ranks (size, seconds one way) for SIZES. `pairs`: rounds of disjoint ones. Every rank; all get the same."""
+    mine: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    for each in pairs:
+        dist.barrier(group=rank.control)
+        for a, b in each:
+            if rank.rank == a:
+                mine[a, b] = [(size, _there_and_back(rank, b, size)) for size in SIZES]
+            elif rank.rank == b:
+                for size in SIZES:
+                    _answer(rank, a, size)
+    return {(a, b): points for theirs in gather_json(sorted(mine.items()), rank.control) for (a, b), points in theirs}
+
+
+def speed(points: Sequence[tuple[int, float]]) -> float:
+    """Bytes/s of a pair in `speeds`."""
+    line = fit(points)
+    largest, seconds = points[-1]
+    return 1 / line.beta if line.beta else largest / seconds
+
+
 def measure(rank: Rank) -> Links:
     """Latency and bandwidth of every pair. Every rank; all get the same result."""
     nodes = gather_json(rank.node_ip, rank.control)
     between, ranks, names = members(nodes)
-    mine: dict[tuple[int, int], list[tuple[int, float]]] = {}
-    for pairs in rounds(len(ranks)):
-        dist.barrier(group=rank.control)
-        for a, b in pairs:
-            if rank.rank == ranks[a]:
-                mine[a, b] = [(size, _there_and_back(rank, ranks[b], size)) for size in SIZES]
-            elif rank.rank == ranks[b]:
-                for size in SIZES:
-                    _answer(rank, ranks[a], size)
-    found = {(a, b): points for theirs in gather_json(sorted(mine.items()), rank.control) for (a, b), points in theirs}
-    n = len(ranks)
+    found = speeds(rank, [[(ranks[a], ranks[b]) for a, b in pairs] for pairs in rounds(len(ranks))])
+    n, at = len(ranks), {number: place for place, number in enumerate(ranks)}
     latency, bandwidth = [[0.0] * n for _ in ranks], [[0.0] * n for _ in ranks]
-    for (a, b), points in found.items():
-        line = fit(points)
+    for (first, second), points in found.items():
+        a, b = at[first], at[second]
         latency[a][b] = latency[b][a] = points[0][1]
-        largest, seconds = points[-1]
-        speed = 1 / line.beta if line.beta else largest / seconds
-        bandwidth[a][b] = bandwidth[b][a] = speed
+        bandwidth[a][b] = bandwidth[b][a] = speed(points)
     whole = fit([point for _, points in sorted(found.items()) for point in points])
     return Links(between, tuple(ranks), tuple(names), latency, bandwidth, whole)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,45 @@ def test_summary_goes_on_past_a_bad_manifest(tmp_path: Path) -> None:
     newest = manifest.read_newest(run)
     assert newest is not None
     assert newest.step == 1
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {"SHARED": [], "cursor": 3},
+        # Texts by which the tensors are found, in other values.
+        {"a": 1, "tensors": {"x": 2}, "version": 1, "xxh3": ""},
+        {"text": ',"tensors":{', "other": ',"version":2'},
+        {"a": {"a": 0, "tensors": {"version": 3, "versions": {}}, "version": 4}},
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("versions", [{"torch": "2.13"}, {"torch": "2.13", "version": "7", "w": ',"version":'}])
+def test_a_manifest_without_its_tensors(plain: dict[str, Any], version: int, versions: dict[str, str]) -> None:
+    """All else is as in the whole, whatever is written beside them; a flipped byte in a tensor is found all the same."""
+    made = replace(SMALL, plain=plain, version=version, versions=versions)
+    assert made.tensors
+    assert Manifest.loads(made.dumps(), tensors=False) == replace(made, tensors={})
+    with pytest.raises(ValueError, match="hash of its bytes"):
+        Manifest.loads(made.dumps().replace(b'"float32"', b'"float33"'), tensors=False)
+
+
+def test_known_manifests_are_not_read_again(tmp_path: Path) -> None:
+    """The summary is the same, with an eval loss that became known later; a checkpoint that is gone is forgotten."""
+    run = RunDir(tmp_path)
+    known: manifest.Known = {}
+    for step in (1, 2, 3):
+        put(run, step, None if step == 3 else 2.0)
+    assert manifest.summary(run, known) == manifest.summary(run)
+    manifest.write_eval(run, 3, 1.5)
+    whole = manifest.summary(run)
+    for step in (1, 2, 3):  # nobody looks at them
+        run.storage.write(manifest.path(step, "MANIFEST-0001.json"), b"{}")
+    assert manifest.summary(run, known) == whole
+    assert [row["best"] for row in whole] == [False, False, True]
+    run.storage.delete(manifest.path(2, "MANIFEST-0001.json"))
+    assert [row["step"] for row in manifest.summary(run, known)] == [1, 3]
+    assert set(known) == {manifest.path(step, "MANIFEST-0001.json") for step in (1, 3)}
 
 
 def test_changed_numbers_names_each_field() -> None:
