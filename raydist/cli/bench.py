@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raydist.api.planning import parse_size
 from raydist.planner.vocabulary import vocabulary
 
 if TYPE_CHECKING:
@@ -81,6 +80,7 @@ def comm(
     """Measure collectives, pairs of nodes and the time of a job's gradients; suggest a bucket size."""
     from dataclasses import asdict, replace
 
+    from raydist.api.planning import parse_size
     from raydist.bench.options import OPS, Ask
     from raydist.extension_plans import buckets
 

@@ -88,7 +88,9 @@ def _gradients(result: dict[str, Any], say: Any) -> None:
 
 def _nccl(rows: list[dict[str, Any]], nodes: int, say: Any) -> None:
     """Ranges of sizes with one expected way; and what to compare if a size takes far longer."""
-    head = "NCCL_ALGO and NCCL_PROTO: leave them unset. By NCCL's latencies and the bandwidth above the fastest should be"
+    head = (
+        "NCCL_ALGO and NCCL_PROTO: leave them unset. By NCCL's latencies and the bandwidth above the fastest should be"
+    )
     say(head, "bold")
     for way, group in itertools.groupby(rows, key=lambda row: (row["algorithm"], row["protocol"])):
         sizes = [row["size"] for row in group]
