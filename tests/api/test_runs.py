@@ -19,7 +19,7 @@ from raydist.errors import DataError, RunNotFound, SpecError, TrainingStopped, U
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import Event, Finding, StepRecord
 from raydist.report.text import size
-from raydist.run import lease as leases
+from raydist.run import driver_process
 from raydist.run.directory import SPEC, RunDir
 from raydist.run.driver_process import this_process
 from raydist.run.lease import DriverLease
@@ -205,7 +205,7 @@ def test_waiting_for_a_sweep_of_another_process(tmp_path: Path, monkeypatch: pyt
             assert sweep.wait() is sweep
         thread.join()
         lease = DriverLease(RunDir(folder.storage))
-    monkeypatch.setattr(leases, "LOST_AFTER_S", -1.0)
+    monkeypatch.setattr(driver_process, "LOST_AFTER_S", -1.0)
     with pytest.raises(TrainingStopped, match="sweep tuned: its driver died"):
         sweep.wait()
     lease.release()

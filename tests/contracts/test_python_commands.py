@@ -17,7 +17,7 @@ from raydist.cli.main import app
 GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "python.md"
 SHOWN = {"help", "json", "csv", "markdown", "follow", "tail", "yes", "tree", "every", "storage"}
 """Options for what is printed, and how; and for where a run is, which a Run knows."""
-RENAMED = {"no-wait": {"wait"}, "metric": {"metrics"}, "out": {"out", "path", "folder"}}
+RENAMED = {"no-wait": {"wait"}, "metric": {"metrics"}, "from": {"measured_by"}, "out": {"out", "path", "folder"}}
 MORE: dict[str, set[str]] = {
     "trace": {"out"},  # a copy of the file that the result names
     "plan": {"out"},  # what to write is the result
