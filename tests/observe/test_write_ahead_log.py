@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -21,7 +22,6 @@ from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.run.driver_process import this_process
 from raydist.run.log import read_events, read_steps
-from tests.processes import runs
 
 Rows = Callable[..., list[dict[str, Any]]]
 
@@ -142,8 +142,8 @@ def test_a_driver_that_is_killed_with_its_monitor(run: RunDir, rows: Rows, shm: 
     assert journal.exists()
     waiting.close()
     os.kill(int(pid), signal.SIGKILL)
-    while runs(int(pid)):
-        time.sleep(0.01)
+    with journal.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the last of its threads has ended
     other = WriteAheadLog("other", killed)
     other.add({"event": Event("eval", 1.0, {"step": 9}).to_dict()})
     next_one = RunMonitor(run.uri, this_process(), interval_s=60.0)
