@@ -190,7 +190,7 @@ def test_storage_that_goes_after_the_commit(kit: Any, tmp_path: Path, monkeypatc
     """If a later read fails, for example to find the best checkpoint, the event is still emitted."""
     one = kit.OneRank(tmp_path)
 
-    def gone(run: RunDir) -> None:
+    def gone(run: RunDir, known: object) -> None:
         raise StorageError("cannot list: Input/output error")
 
     monkeypatch.setattr(manifest, "best", gone)
