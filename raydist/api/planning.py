@@ -203,7 +203,6 @@ def tell(
     source: str, job: JobSpec, machine: Machine, because: str, model: Model, attention: str, advice: Advice
 ) -> dict[str, Any]:
     """The plan as plain values, as --json prints it. docs/how-to/plan.md lists the keys."""
-
     micro, count = job.batches(machine.ranks)
     pick = advice.pick
     return {

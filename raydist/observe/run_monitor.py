@@ -66,9 +66,10 @@ class RunMonitor:
     ) -> None:
         self._driver = dict(driver or this_process())
         self._journal: WriteAheadLog | None = None
-        entries, no_journal = [], ""
-        try:
+        entries, no_journal, last = [], "", None
+        with suppress(StorageError):  # of a monitor that replaces a killed one it is waited for below
             last = (last_word(RunDir(run_uri)) or {}).get("driver")
+        try:
             self._journal = WriteAheadLog(run_uri, self._driver, last)
             entries = self._journal.left()
         except OSError as error:

@@ -47,7 +47,7 @@ class WriteAheadLog:
         earlier = _place(run_uri, before)[1] if before and before != driver else None
         for path in self._path.parent.glob(f"{_prefix()}*"):
             if path != earlier:
-                _remove_unused(path, KEPT_S)
+                _remove_unused(path)
         self.continued = self._path.exists()
         """Whether another monitor of this driver has begun it: that one was killed."""
         self._lock = threading.Lock()
@@ -156,10 +156,10 @@ def _read(file: int) -> bytes:
     return os.pread(file, os.fstat(file).st_size, 0)
 
 
-def _remove_unused(path: Path, kept_s: float = 0.0) -> None:
-    """Deletes the file, unless its driver may be alive, or it was written in the last `kept_s` seconds."""
+def _remove_unused(path: Path) -> None:
+    """Deletes the file, unless its driver may be alive, or it was written in the last KEPT_S seconds."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         with os.fdopen(open_private(path), "rb") as file:
             driver = json.loads(file.readline())["driver"]
-        if gone(driver) and time.time() - path.lstat().st_mtime >= kept_s:
+        if gone(driver) and time.time() - path.lstat().st_mtime >= KEPT_S:
             path.unlink()
