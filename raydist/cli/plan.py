@@ -57,7 +57,8 @@ def plan(
         bool,
         typer.Option(
             "--search",
-            help="The five best meshes: tensor x pipeline x chunks x strategy x micro-batch, by forecast speed.",
+            help="The five best meshes: tensor x context x pipeline x chunks x expert x strategy x micro-batch, by forecast "
+            "speed.",
         ),
     ] = False,
     scaling: Annotated[
