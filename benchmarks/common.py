@@ -34,12 +34,13 @@ def machine() -> dict[str, Any]:
 
 def write(name: str, result: dict[str, Any], folder: Path = RESULTS, merge: bool = False) -> Path:
     """Writes FOLDER/NAME.json: the machine, then the result. `merge`: a run of some cases leaves the file's other cases, and of a
-    case the variants that it has not run."""
+    case the variants that it has not run, if they are of this machine, these versions and as many steps."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     if merge and path.exists():
         before = json.loads(path.read_text())
-        del before["machine"]
+        if before.pop("machine") != machine() or before.get("steps") != result.get("steps"):
+            before = {}
         both = {k: {**before[k], **v} for k, v in result.items() if {type(v), type(before.get(k))} == {dict}}
         result = {**before, **result, **both}
     path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")

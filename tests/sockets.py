@@ -47,7 +47,7 @@ def order(sock):  # a fork server of the zygote's user, and then a rank of it
         told = {"env": {}, "cwd": "/", "path": sys.path}
         socket.send_fds(sock, [json.dumps(told).encode()], [theirs.fileno(), null.fileno(), null.fileno()])
         theirs.close()
-        ours.settimeout(5)
+        ours.settimeout(60)  # a refusal closes it
         ours.sendall(b'{"env": {}}')
         if b"forked" in ours.recv(100):
             got.append(f"run a process by {address}")

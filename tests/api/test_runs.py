@@ -202,7 +202,7 @@ def test_waiting_for_a_sweep_of_another_process(tmp_path: Path, monkeypatch: pyt
         thread = threading.Timer(0.1, end, (kind,), data)
         thread.start()
         with pytest.raises(TrainingStopped, match=error) if error else nullcontext():
-            assert sweep.wait() is sweep
+            assert sweep.wait(timeout=240) is sweep
         thread.join()
         lease = DriverLease(RunDir(folder.storage))
     monkeypatch.setattr(driver_process, "LOST_AFTER_S", -1.0)

@@ -25,6 +25,11 @@ MORE: dict[str, set[str]] = {
     "sample": {"message", "trust"},  # of `Chat.add`; and `Run.sample` is called in the user's process, as `Run.model`
 }
 """Options that are not arguments, and why."""
+ALONE = {
+    "bench comm", "convert deepspeed", "dashboard", "data show", "data verify", "deploy compose", "deploy kuberay", "deploy slurm",
+    "faults", "init", "schema",
+}  # fmt: skip
+"""Commands without a function: they serve, write files, or print what is of no run."""
 
 
 def table() -> dict[str, list[Callable[..., Any]]]:
@@ -46,6 +51,13 @@ def commands() -> dict[str, Any]:
         inner = getattr(command, "commands", {})
         found |= {f"{name} {word}".removesuffix(" run"): each for word, each in inner.items()} or {name: command}
     return found
+
+
+def test_no_command_is_left_out() -> None:
+    """Each command has a row, but those of ALONE."""
+    rows = {words.split(" --")[0] for words in table()}
+    assert commands().keys() - rows == ALONE
+    assert MORE.keys() <= rows
 
 
 @pytest.mark.parametrize("words", sorted({words.split(" --")[0] for words in table()}))

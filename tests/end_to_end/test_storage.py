@@ -70,11 +70,12 @@ def test_a_killed_driver_goes_on_on_an_object_store(project: Any, s3: Any, undis
     killed = project.raydist(*command, "--faults", "kill-driver.yaml")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     run = RunDir(Storage(home).at("on-s3"))
-    left = run.committed()
+    left = run.committed()  # a rank may still commit step 6: it ends a moment after its driver
     assert left in ([3], [3, 6]), "of a step that was being saved there is no manifest"
     again = project.warm(*command)
     assert again.returncode == 0, again.stderr
     (resumed,) = [event.data for event in read_events(run) if event.kind == "resumed"]
-    assert resumed["step"] == left[-1]
+    assert resumed["step"] in (3, 6)
+    assert resumed["step"] >= left[-1]
     assert "drivers/000002.json" in run.storage.files("drivers"), "the lease of the second driver"
     assert weights(run, 12) == undisturbed["weights"]

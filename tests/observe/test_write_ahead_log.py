@@ -123,7 +123,8 @@ if monitor == 0:
     with path.open("ab") as file:
         file.write(b'{"event": {"kind": "torn')
     print(os.getpid(), json.dumps(driver), flush=True)
-signal.pause()
+    signal.pause()
+os.waitpid(monitor, 0)
 """
 
 
@@ -135,13 +136,15 @@ def test_a_driver_that_is_killed_with_its_monitor(run: RunDir, rows: Rows, shm: 
         assert process.stdout is not None
         pid, _, told = process.stdout.readline().partition(" ")
         process.kill()
-    killed = json.loads(told)
-    (journal,) = shm.iterdir()
-    waiting = WriteAheadLog(run.uri, this_process(), killed)
-    assert waiting.left() == []
-    assert journal.exists()
-    waiting.close()
-    os.kill(int(pid), signal.SIGKILL)
+    try:
+        killed = json.loads(told)
+        (journal,) = shm.iterdir()
+        waiting = WriteAheadLog(run.uri, this_process(), killed)
+        assert waiting.left() == []
+        assert journal.exists()
+        waiting.close()
+    finally:
+        os.kill(int(pid), signal.SIGKILL)
     with journal.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until the last of its threads has ended
     other = WriteAheadLog("other", killed)

@@ -152,19 +152,17 @@ def asked(storage: str) -> dict[str, Any]:
     process asks, as any other could."""
     standalone.HEARTBEAT_S = lease.STOP_LOOK_S = 0.05
     model, run = Net(), Run(RunDir(f"{storage}/asked"))
-    saved: list[int] = []
-
-    refused = list[str]()
+    saved, untraced = list[int](), list[str]()
 
     def ask() -> None:
         try:
             run.trace(timeout=120)
         except TraceFailed as error:
-            refused.append(error.message)
+            untraced.append(error.message)
         saved.append(run.save(timeout=120))
         run.stop(wait=False)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=ask, daemon=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with rd.session(
         model, optimizer, data(), steps=200_000, batch=4, name=run.name, storage=storage, every=200_000
@@ -177,7 +175,7 @@ def asked(storage: str) -> dict[str, Any]:
     if s.rank.first:
         thread.join()
     kept = [one["step"] for one in run.checkpoints]
-    return {"step": s.number, "saved": saved, "refused": refused, "checkpoints": kept, "status": run.status}
+    return {"step": s.number, "saved": saved, "untraced": untraced, "checkpoints": kept, "status": run.status}
 
 
 def refused(*args: Any, **more: Any) -> str:

@@ -164,7 +164,7 @@ def test_ranks_without_raydist_run_answer_users_requests(
     assert asked["status"] == "interrupted"
     asks = [e.data["what"] for e in read_events(RunDir(storage / "asked")) if e.kind == "requested"]
     assert asks == ["trace", "checkpoint", "stop"]
-    assert asked["refused"] == ["rank 0 could not be traced: a script's own loop has no trace"]
+    assert asked["untraced"] == ["rank 0 could not be traced: a script's own loop has no trace"]
 
 
 def small(storage: Path, dataset: object = tuple(range(8)), batch: int | None = 4, **more: Any) -> rd.Session:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +156,9 @@ def test_a_list_takes_four_requests_a_run(s3: Any) -> None:
             write_state(
                 run, {"status": "finished", "heartbeat_at": 1.0, "driver": this_process(), "step": 3, "loss": 2.0}
             )
-        proxy = Counting(server)
-        rows = summary.runs(uri.replace(server, proxy.place))
+        with closing(Counting(server)) as proxy:
+            rows = summary.runs(uri.replace(server, proxy.place))
         assert [(row["status"], row["steps"]) for row in rows] == [("finished", 3)] * runs
-        proxy.close()
         return proxy.requests
 
     few, many = asked(2), asked(8)
