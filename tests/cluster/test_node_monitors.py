@@ -22,7 +22,7 @@ from raydist.ipc import mailbox
 from raydist.observe import node_monitor as node_module
 from raydist.observe.hardware.nvml import Gpus
 from raydist.observe.node_monitor import NodeMonitor
-from raydist.run.directory import SAMPLES, RunDir
+from raydist.run.directory import ATTEMPTS, SAMPLES, RunDir
 from raydist.run.telemetry_log import read_samples
 
 ROOT = Path(__file__).parents[2]
@@ -218,6 +218,7 @@ def test_nodes_past_the_first_ones_have_a_aggregator(
     """Their rows are stored in segments of their own, also after a SIGKILL of the aggregator; the monitor gets the newest ones at
     the end."""
     monkeypatch.setattr(agents_module, "NODES", 1)
+    (tmp_path / ATTEMPTS).mkdir()  # of a run that has begun
     run = RunDir(tmp_path)
     agents = NodeMonitors(run, monitor, 0.1, private=False, env={}, note=lambda text: None)
     agents._numbers["10.9.9.9"] = 0  # another node is the first one
@@ -240,6 +241,7 @@ def test_nodes_past_the_first_ones_have_a_aggregator(
 def test_nodes_that_the_run_has_left(node: str, monitor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its monitors end, though the run continues. If the node returns, it is monitored again and its segments continue."""
     monkeypatch.setattr(agents_module, "NODES", 1)
+    (tmp_path / ATTEMPTS).mkdir()  # of a run that has begun
     run = RunDir(tmp_path)
     told: list[str] = []
     agents = NodeMonitors(run, monitor, 0.05, private=False, env={}, note=told.append)

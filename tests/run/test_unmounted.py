@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from raydist.observe.exporters import Facts
 from raydist.observe.exporters.jsonl import Exporter
 from raydist.observe.run_monitor import RunMonitor
 from raydist.records import StepRecord
+from raydist.run import directory
 from raydist.run.directory import SPEC, RunDir, await_attempt, begin_attempt
 from raydist.run.driver_process import this_process
 from raydist.run.lease import DriverLease
@@ -47,8 +47,10 @@ class Disk:
         else:
             self.home.rmdir()
             self._content.rename(self.home)
+        self.mounted = True  # os.path.ismount() sees no bind mount of the same file system
 
     def unmount(self) -> None:
+        self.mounted = False
         if self._real:
             subprocess.run(["umount", str(self.home)], check=True)
         else:
@@ -61,7 +63,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     """A mounted file system, which is unmounted at the end."""
     made = Disk(tmp_path)
     yield made
-    if os.path.ismount(made.home):
+    if made.mounted:
         made.unmount()
 
 
@@ -73,6 +75,18 @@ def run(disk: Disk) -> RunDir:
         run.storage.write(SPEC, b"name: run\n")
         begin_attempt(run, 1)
     return run
+
+
+def mounts_while_waiting(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on a wait for the folder mounts it in place of sleeping; one entry for each."""
+    waits: list[int] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(1)
+        disk.mount()
+
+    monkeypatch.setattr(directory, "time", SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=sleep))
+    return waits
 
 
 def rank(run: RunDir) -> Callable[[], object]:
@@ -149,7 +163,6 @@ def test_a_restarted_monitor_waits_for_the_mount(
 ) -> None:
     """It then continues the records: the rows that were stored before, and those that only its predecessor's memory had."""
     monkeypatch.setattr(write_ahead_log, "SHM", tmp_path)
-    monkeypatch.setattr("raydist.run.directory._LOOK_S", 0.01)
     rows = [StepRecord(s, 1 / s, 1e-3, 0.5, 100, 0.1, 0.01, 2, 1, f"{s:016x}").to_dict() for s in range(1, 6)]
     driver = this_process()
     first = RunMonitor(run.uri, driver, interval_s=1e9, exporters=[])
@@ -158,25 +171,22 @@ def test_a_restarted_monitor_waits_for_the_mount(
     first.flush()
     first.push(rows[3:], [])  # and is killed
     disk.unmount()
-    later = threading.Timer(0.2, disk.mount)
-    later.start()
+    waits = mounts_while_waiting(disk, monkeypatch)
     second = RunMonitor(run.uri, driver, interval_s=1e9, exporters=[])
-    later.join()
+    assert waits == [1]
     second.end("finished")
     assert read_steps(run)["step"].to_pylist() == [1, 2, 3, 4, 5]
 
 
 def test_the_aggregator_waits_for_the_mount(disk: Disk, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """It then numbers its segments after those that are there."""
-    monkeypatch.setattr("raydist.run.directory._LOOK_S", 0.01)
     handle: Any = SimpleNamespace(export=SimpleNamespace(remote=lambda rows: None))
     reading = {"at": 1.0, "kind": "rank", "host": "h", "node": "n", "rank": 0, "attempt": 1, "step": 1}
+    waits = mounts_while_waiting(disk, monkeypatch)
     for _ in range(2):
+        disk.unmount()
         made = Aggregator(run.uri, 1, handle, interval_s=1e9, wait_s=240.0)
         made.observe([reading])
         made.close()
-        disk.unmount()
-        later = threading.Timer(0.1, disk.mount)
-        later.start()
-    later.join()
+    assert waits == [1, 1]
     assert len(run.storage.files("samples")) == 2

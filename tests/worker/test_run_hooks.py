@@ -75,8 +75,8 @@ def test_they_are_called_and_change_no_number(ranks: Any, dataset: str, tmp_path
     (losses, notes, status), _ = run(ranks, trained, 2, dataset, str(tmp_path / "hooked"), "ddp", hooks)
     assert (losses, status) == (plain, "finished")
     assert notes == [
-        "hook tests.ownhooks:Raises.on_step: ValueError: no loss should be 1; the run goes on, and further errors of this hook are "
-        "not shown"
+        "hook tests.ownhooks:Raises.on_step: ValueError: no loss should be 1; the run continues, and further errors of this hook "
+        "are not shown"
     ]
     first, second = calls(tmp_path, 0), calls(tmp_path, 1)
     assert first[:2] == second[:2] == [["made", 0, 2], ["start"]]
