@@ -79,8 +79,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The list, if there is one."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Iterator[None]:
+    """The list, if there is one. Last of all, as a log is often cut to its end."""
+    yield
     if left := config.stash[_KEY].reported:
         terminalreporter.section("left behind by the tests")
         for each in left:
@@ -88,9 +90,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _clear_after_killed_drivers() -> None:
-    """Does what the next start of raydist does: tests kill drivers, and after the last of them no other one starts."""
+    """Does what a start of raydist does, in an hour at the latest: tests kill drivers, and after the last no other starts."""
     for path in SHM.glob(f"raydist-{os.getuid()}-journal-*"):
-        write_ahead_log._remove_unused(path)
+        write_ahead_log._remove_unused(path, kept_s=0.0)
     for path in SHM.glob(f"raydist-{os.getuid()}-board-*"):
         if is_private_folder(path) and not any(mailbox._is_written(row) for row in path.iterdir()):
             shutil.rmtree(path)

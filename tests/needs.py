@@ -109,8 +109,10 @@ def _lacking(reporter: Any) -> Counter[str]:
     return Counter(report.lacking for report in reporter.stats.get(_CATEGORY, []))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Prints the list at the end."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """Prints the list last of all, as a log is often cut to its end."""
+    yield
     if found := _lacking(terminalreporter):
         terminalreporter.section("tests skipped: a tool is missing" + (", which CI does not allow" if in_ci() else ""))
         for name, count in sorted(found.items()):

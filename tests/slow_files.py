@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,16 @@ class _Clock:
         self._seconds[report.nodeid.partition("::")[0]] += report.duration
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Prints the list, if there is one; in CI also the files that take longest, with their share of the time of all tests."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Iterator[None]:
+    """In CI, the files that take longest, with their share of the time of all tests. The list of slow files, if there is one, comes
+    last of all, as a log is often cut to its end."""
     seconds = config.stash[_KEY]
     if needs.in_ci() and (total := sum(seconds.values())):
         terminalreporter.section(f"slowest files, of {total:.0f} s of tests")
         for file, taken in seconds.most_common(_SHOWN):
             terminalreporter.line(f"{taken:6.0f} s  {taken / total:5.1%}  {file}")
+    yield
     if found := unexplained(seconds, config.rootpath):
         terminalreporter.section(f"over {LIMIT_S} s, without a line that says why")
         for file in found:

@@ -156,10 +156,10 @@ def _read(file: int) -> bytes:
     return os.pread(file, os.fstat(file).st_size, 0)
 
 
-def _remove_unused(path: Path) -> None:
-    """Deletes the file, unless its driver may be alive, or it was written in the last KEPT_S seconds."""
+def _remove_unused(path: Path, kept_s: float = KEPT_S) -> None:
+    """Deletes the file, unless its driver may be alive, or it was written in the last `kept_s` seconds."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         with os.fdopen(open_private(path), "rb") as file:
             driver = json.loads(file.readline())["driver"]
-        if gone(driver) and time.time() - path.lstat().st_mtime >= KEPT_S:
+        if gone(driver) and time.time() - path.lstat().st_mtime >= kept_s:
             path.unlink()
