@@ -198,12 +198,12 @@ def check_numbers(most: float = math.inf, **numbers: tuple[float | None, float])
 def answer(data: bytes) -> tuple[Any, RaydistError | None]:
     """What the process has written: the result, and the error. None for each that it has not."""
     try:
-        told = json.loads(data)
-        name, message, hint = told.get("error", ("", "", ""))
+        answered = json.loads(data)
+        name, message, hint = answered.get("error", ("", "", ""))
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None, None
     if not name:
-        return told.get("result"), None
+        return answered.get("result"), None
     return None, error_from((name, message, hint), RaydistError)
 
 

@@ -32,7 +32,7 @@ def main(function: str, message: int, alive: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(message, "r+b") as file:
         file.seek(0)  # the caller has written it
-        told = json.load(file)
+        request = json.load(file)
 
         def answer(**what: Any) -> None:
             file.seek(0)
@@ -43,7 +43,7 @@ def main(function: str, message: int, alive: int) -> None:
         def call() -> None:
             module, _, name = function.partition(":")
             called = getattr(import_module(module), name)
-            found = getattr(called, "here", called)(**told["arguments"])
+            found = getattr(called, "here", called)(**request["arguments"])
             if found is not None and not isinstance(found, int):
                 answer(result=found)
             sys.exit(found if isinstance(found, int) else 0)
@@ -51,7 +51,7 @@ def main(function: str, message: int, alive: int) -> None:
         def tell(error: RaydistError) -> None:
             answer(error=error_facts(error))
 
-        process.run(call, tell=tell, trusted=told["trusted"])
+        process.run(call, tell=tell, trusted=request["trusted"])
 
 
 def _interrupt_at_end(alive: int) -> None:

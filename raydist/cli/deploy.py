@@ -71,7 +71,7 @@ def kuberay(
     out: Out = None,
 ) -> None:
     """Print a RayJob for KubeRay, for `kubectl apply -f -`."""
-    from raydist.deploy.kuberay import Wishes, manifests
+    from raydist.deploy.kuberay import KubernetesOptions, manifests
     from raydist.spec import dump, stored
 
     job = _job(spec, overrides)
@@ -82,7 +82,7 @@ def kuberay(
         )
     _check_secrets([storage])
     _found_in_pods(job)
-    wishes = Wishes(
+    chosen = KubernetesOptions(
         image,
         storage,
         namespace,
@@ -95,7 +95,7 @@ def kuberay(
         token_secret,
     )
     run = check_name(name or job.name)
-    _give(manifests(job, run, wishes), out, f"{run}.yaml")
+    _give(manifests(job, run, chosen), out, f"{run}.yaml")
 
 
 @app.command()
@@ -115,13 +115,13 @@ def slurm(
     out: Out = None,
 ) -> None:
     """Print a batch script for Slurm, for `sbatch`. It runs in this folder, with this Python."""
-    from raydist.deploy.slurm import Wishes, script
+    from raydist.deploy.slurm import SlurmOptions, script
 
     job = _job(spec, overrides)
     run = check_name(name or job.name)
     train = _train(spec, overrides, run, *(["--storage", storage] if storage else []))
-    wishes = Wishes(train, Path.cwd(), Path(sys.executable).parent, time, partition, account, sbatch or ())
-    _give(script(job, run, wishes), out, f"{run}.sbatch")
+    chosen = SlurmOptions(train, Path.cwd(), Path(sys.executable).parent, time, partition, account, sbatch or ())
+    _give(script(job, run, chosen), out, f"{run}.sbatch")
 
 
 @app.command()

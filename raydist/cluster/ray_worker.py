@@ -88,8 +88,8 @@ def serve(fd: int, failure: str) -> None:
     with socket.socket(fileno=fd) as asking:
         if failure:
             return
-        told = b"".join(iter(lambda: asking.recv(1 << 16), b""))
-        arguments = json.loads(told)
+        received = b"".join(iter(lambda: asking.recv(1 << 16), b""))
+        arguments = json.loads(received)
         asking.sendall(_ACCEPTED)
     _become_worker(arguments)
 

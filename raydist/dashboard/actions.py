@@ -39,7 +39,9 @@ def buttons() -> Markup:
         tag("button", label, type="button", data_act=action, data_ask=question)
         for action, (label, question) in ACTIONS.items()
     ]
-    return section("Actions", [tag("p", made, class_="actions"), tag("p", "", id="told", role="status")], id="actions")
+    return section(
+        "Actions", [tag("p", made, class_="actions"), tag("p", "", id="action-answer", role="status")], id="actions"
+    )
 
 
 def ask(run: RunDir, action: str) -> str:
@@ -66,7 +68,7 @@ def ask(run: RunDir, action: str) -> str:
     )
 
 
-def _beside(run: RunDir, action: str, call: Callable[[], object], told: str) -> str:
+def _beside(run: RunDir, action: str, call: Callable[[], object], message: str) -> str:
     """Waits for the answer in a thread: what comes of it is in the run's events. Raises UsageError while one is on its way."""
     key = run.uri, action
     with _asking:
@@ -83,4 +85,4 @@ def _beside(run: RunDir, action: str, call: Callable[[], object], told: str) -> 
             _asked.discard(key)
 
     threading.Thread(target=wait, name=f"raydist-{action}", daemon=True).start()
-    return told
+    return message

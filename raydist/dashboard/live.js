@@ -76,10 +76,10 @@
     source = new EventSource(address);
     source.onopen = well;
     source.onmessage = (event) => {
-      const told = JSON.parse(event.data);
+      const news = JSON.parse(event.data);
       version = main.dataset.version = event.lastEventId;
-      ended = told.ended;
-      waiting = {...told, parts: {...waiting?.parts, ...told.parts}};
+      ended = news.ended;
+      waiting = {...news, parts: {...waiting?.parts, ...news.parts}};
       settle();
       well();
     };
@@ -104,14 +104,14 @@
   main.addEventListener("click", async (event) => {
     const button = event.target.closest("button[data-act]");
     if (!button || !confirm(button.dataset.ask)) return;
-    const told = document.getElementById("told");
+    const answered = document.getElementById("action-answer");
     button.disabled = true;
     try {
       const answer = await fetch(`${location.pathname}/${button.dataset.act}`, {method: "POST", cache: "no-store"});
       const json = answer.headers.get("Content-Type")?.startsWith("application/json");
-      told.textContent = json ? (await answer.json()).told : `The dashboard has refused it (${answer.status}).`;
+      answered.textContent = json ? (await answer.json()).message : `The dashboard has refused it (${answer.status}).`;
     } catch {
-      told.textContent = "The dashboard does not answer; nothing was asked.";
+      answered.textContent = "The dashboard does not answer; nothing was asked.";
     }
     button.disabled = false;
   });

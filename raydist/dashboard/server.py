@@ -116,10 +116,13 @@ class Server:
     async def _act(self, request: Request) -> Response:
         place, _ = await self._thread(self._place, request)
         try:
-            told, status = await self._thread(actions.ask, self._site.folder(place), request.path_params["action"]), 202
+            message, status = (
+                await self._thread(actions.ask, self._site.folder(place), request.path_params["action"]),
+                202,
+            )
         except RaydistError as error:
-            told, status = f"{error.message}: {error.hint}" if error.hint else error.message, 409
-        return JSONResponse({"told": redact(told)}, status, HEADERS)
+            message, status = f"{error.message}: {error.hint}" if error.hint else error.message, 409
+        return JSONResponse({"message": redact(message)}, status, HEADERS)
 
     def _place(self, request: Request) -> tuple[Place, list[tuple[str, str]]]:
         asked = request.path_params

@@ -253,7 +253,7 @@ def _turn(
     more: Mapping[str, Any],
     where: Callable[[], str],
 ) -> Span:
-    """What message `i` adds to the prompt before it. Raises DataError if that cannot be told."""
+    """What message `i` adds to the prompt before it. Raises DataError if that cannot be determined."""
     before = _render(format, messages[:i], more, where, ask=True)
     through = _render(format, messages[: i + 1], more, where)
     if text.startswith(before) and through.startswith(before):

@@ -37,7 +37,7 @@ _QUANTITY, _PATH = re.compile(r"[0-9.]+(m|[KMGT]i?)?"), re.compile(r"/.*")
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class KubernetesOptions:
     """What only Kubernetes needs to know: the options of `raydist deploy kuberay`, as typed."""
 
     image: str
@@ -52,35 +52,47 @@ class Wishes:
     token: str | None = None
 
 
-def manifests(job: JobSpec, run: str, wishes: Wishes) -> str:
-    """The YAML for `kubectl apply -f`. `run`: the name of the run. Raises UsageError for a wish that Kubernetes would refuse, and
+def manifests(job: JobSpec, run: str, options: KubernetesOptions) -> str:
+    """The YAML for `kubectl apply -f`. `run`: the name of the run. Raises UsageError for what Kubernetes would refuse, and
     UserError as `Nodes.of` does."""
-    folder = PurePosixPath(wishes.storage)
-    if "://" not in wishes.storage and not any(folder.is_relative_to(_claim(text)[1]) for text in wishes.claims):
+    folder = PurePosixPath(options.storage)
+    if "://" not in options.storage and not any(folder.is_relative_to(_claim(text)[1]) for text in options.claims):
         raise UsageError(
-            f"--storage {wishes.storage}: no other pod would see it",
+            f"--storage {options.storage}: no other pod would see it",
             "give a URI such as s3://bucket/runs, or mount a claim that all pods share: --claim NAME:/runs --storage /runs",
         )
     nodes, name = Nodes.of(job), _resource_name(run)
-    namespace = {} if wishes.namespace is None else {"namespace": _checked("--namespace", wishes.namespace, _NAME)}
-    command = ["python", "-m", "raydist", "train", JOB, "--name", run, "--storage", wishes.storage, "--address", "auto"]
+    namespace = {} if options.namespace is None else {"namespace": _checked("--namespace", options.namespace, _NAME)}
+    command = [
+        "python",
+        "-m",
+        "raydist",
+        "train",
+        JOB,
+        "--name",
+        run,
+        "--storage",
+        options.storage,
+        "--address",
+        "auto",
+    ]
     # Of a driver on a lost head only the lease is left.
     command += ["--wait-for-driver", f"{2 * LOST_AFTER_S:g}"]
-    stop = ["python", "-m", "raydist", "stop", run, "--storage", wishes.storage, "--timeout", str(nodes.grace_s)]
+    stop = ["python", "-m", "raydist", "stop", run, "--storage", options.storage, "--timeout", str(nodes.grace_s)]
     leave = ["python", "-m", "raydist.cluster.leave", str(nodes.grace_s)]
     has = {"cpu": str(nodes.cpus)}
     if nodes.memory_gib:
         has["memory"] = _gib(nodes.memory_gib)
     if nodes.gpus:
         has["nvidia.com/gpu"] = str(nodes.gpus)
-    for device, count in (_pair(text, "--device") for text in wishes.devices):
+    for device, count in (_pair(text, "--device") for text in options.devices):
         has[device] = _checked("--device", count, _QUANTITY)
     labels = job.cluster.resources.labels
-    secret = {} if wishes.token is None else {"secretName": _checked("--token-secret", wishes.token, _NAME)}
+    secret = {} if options.token is None else {"secretName": _checked("--token-secret", options.token, _NAME)}
     # No rank on the head's pod, which has no GPUs and the driver.
     head = {
         "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
-        "template": _pod(job, name, nodes, wishes, stop, {"cpu": _HEAD_CPU, "memory": _HEAD_MEMORY}, head=True),
+        "template": _pod(job, name, nodes, options, stop, {"cpu": _HEAD_CPU, "memory": _HEAD_MEMORY}, head=True),
     }
     workers = {
         "groupName": "workers",
@@ -90,7 +102,7 @@ def manifests(job: JobSpec, run: str, wishes: Wishes) -> str:
         **({"labels": labels} if labels else {}),
         # A shell reads them, and Ray's autoscaler, which knows this form of the JSON only.
         "rayStartParams": nodes.start | ({"resources": json.dumps(json.dumps(nodes.custom))} if nodes.custom else {}),
-        "template": _pod(job, name, nodes, wishes, leave, has, head=False),
+        "template": _pod(job, name, nodes, options, leave, has, head=False),
     }
     files = {
         "apiVersion": "v1",
@@ -120,7 +132,14 @@ def manifests(job: JobSpec, run: str, wishes: Wishes) -> str:
 
 
 def _pod(
-    job: JobSpec, name: str, nodes: Nodes, wishes: Wishes, before: list[str], has: Mapping[str, str], *, head: bool
+    job: JobSpec,
+    name: str,
+    nodes: Nodes,
+    options: KubernetesOptions,
+    before: list[str],
+    has: Mapping[str, str],
+    *,
+    head: bool,
 ) -> dict[str, Any]:
     """A pod of the head or of a worker. `before`: its preStop hook. `has`: its resources."""
     volumes: list[dict[str, Any]] = [{"name": "job", "configMap": {"name": f"{name}-job"}}]
@@ -130,7 +149,7 @@ def _pod(
         volumes.append({"name": volume, **source})
         mounts.append({"name": volume, "mountPath": path})
 
-    for number, text in enumerate(wishes.claims):
+    for number, text in enumerate(options.claims):
         claim, path = _claim(text)
         mount(f"claim-{number}", path, {"persistentVolumeClaim": {"claimName": _checked("--claim", claim, _NAME)}})
     if not head:
@@ -142,32 +161,32 @@ def _pod(
     # Requests equal limits, so that a pod is not removed for its memory before others.
     container: dict[str, Any] = {
         "name": "ray-head" if head else "ray-worker",
-        "image": _checked("--image", wishes.image, _WORD),
+        "image": _checked("--image", options.image, _WORD),
         "resources": {"limits": {**has}, "requests": {**has}},
         "volumeMounts": mounts,
         "lifecycle": {"preStop": {"exec": {"command": before}}},
     }
-    if wishes.secrets:
-        names = [_checked("--env-secret", secret, _NAME) for secret in wishes.secrets]
+    if options.secrets:
+        names = [_checked("--env-secret", secret, _NAME) for secret in options.secrets]
         container["envFrom"] = [{"secretRef": {"name": secret}} for secret in names]
     pod: dict[str, Any] = {
         "containers": [container],
         "volumes": volumes,
         "terminationGracePeriodSeconds": nodes.grace_s,
     }
-    if wishes.claims:
+    if options.claims:
         pod["securityContext"] = {"fsGroup": _USER}
     if head:
         return {"spec": pod}
-    if wishes.devices:  # RDMA registers memory, which is locked
+    if options.devices:  # RDMA registers memory, which is locked
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
-    if wishes.selectors:
-        pod["nodeSelector"] = dict(_pair(text, "--node-selector") for text in wishes.selectors)
-    if wishes.tolerations:
-        pod["tolerations"] = [_toleration(text) for text in wishes.tolerations]
-    if wishes.network is None:
+    if options.selectors:
+        pod["nodeSelector"] = dict(_pair(text, "--node-selector") for text in options.selectors)
+    if options.tolerations:
+        pod["tolerations"] = [_toleration(text) for text in options.tolerations]
+    if options.network is None:
         return {"spec": pod}
-    network = _checked("--network", wishes.network, _WORD)
+    network = _checked("--network", options.network, _WORD)
     return {"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": network}}, "spec": pod}
 
 

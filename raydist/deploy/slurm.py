@@ -96,7 +96,7 @@ fi
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class SlurmOptions:
     """What only Slurm needs to know. `train`: the arguments of `raydist train`; `folder`: where it runs; `bin`: of its Python."""
 
     train: Sequence[str]
@@ -108,7 +108,7 @@ class Wishes:
     more: Sequence[str] = ()
 
 
-def script(job: JobSpec, run: str, wishes: Wishes) -> str:
+def script(job: JobSpec, run: str, options: SlurmOptions) -> str:
     """The text for `sbatch`. Raises UsageError for an option that sbatch could not read, and UserError as `Nodes.of` does."""
     nodes = Nodes.of(job)
     asked = {
@@ -118,28 +118,28 @@ def script(job: JobSpec, run: str, wishes: Wishes) -> str:
         "cpus-per-task": str(nodes.cpus),
         "gpus-per-node": str(nodes.gpus) if nodes.gpus else None,
         "mem": f"{int(nodes.memory_gib)}G" if nodes.memory_gib else None,
-        "time": wishes.time,
-        "partition": wishes.partition,
-        "account": wishes.account,
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
         "output": f"{run}-%j.log",
     }
     lines = [f"--{name}={value}" for name, value in asked.items() if value is not None]
     # `exclusive`: Ray's agents have fixed ports. `B`: the signal goes to this script, which passes it to the driver only.
     lines += ["--exclusive", "--requeue", "--open-mode=append", f"--signal=B:USR1@{nodes.grace_s}"]
-    for text in (*lines, *wishes.more):
+    for text in (*lines, *options.more):
         if not _OPTION.fullmatch(text):
             raise UsageError(f"--sbatch {text}: is not an option of sbatch", "write --sbatch=--constraint=ib")
     ray = shlex.join([*(f"--{name}={value}" for name, value in nodes.start.items()), "--disable-usage-stats"])
     if labels := job.cluster.resources.labels:
         ray += " " + shlex.quote("--labels=" + ",".join(f"{key}={value}" for key, value in labels.items()))
     return _SCRIPT.format(
-        directives="\n".join(f"#SBATCH {line}" for line in (*lines, *wishes.more)),
-        folder=shlex.quote(str(wishes.folder)),
-        bin=shlex.quote(str(wishes.bin)),
+        directives="\n".join(f"#SBATCH {line}" for line in (*lines, *options.more)),
+        folder=shlex.quote(str(options.folder)),
+        bin=shlex.quote(str(options.bin)),
         ray=ray,
         cpus=nodes.cpus,
         others=_OTHERS.format(ray=ray) if nodes.most > 1 else "",
-        train=shlex.join(wishes.train),
+        train=shlex.join(options.train),
         join=_JOIN_S,
         lease=f"{2 * LOST_AFTER_S:g}",
     )

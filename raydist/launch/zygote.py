@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-VARIABLE = "RAYDIST_NURSERY"
+VARIABLE = "RAYDIST_ZYGOTE"
 """Tells workers its socket's path, the variables it was started with, and its imports: {"path", "env", "preload"}."""
 _MESSAGE = 1 << 17
 _BACKLOG = 1024

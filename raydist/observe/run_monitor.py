@@ -65,16 +65,18 @@ class RunMonitor:
         spec: Mapping[str, Any] | None = None,
     ) -> None:
         self._driver = dict(driver or this_process())
-        self._journal: WriteAheadLog | None = None
+        self._write_ahead_log: WriteAheadLog | None = None
         entries, no_journal, last = [], "", None
         with suppress(StorageError):  # of a monitor that replaces a killed one it is waited for below
             last = (last_word(RunDir(run_uri)) or {}).get("driver")
         try:
-            self._journal = WriteAheadLog(run_uri, self._driver, last)
-            entries = self._journal.left()
+            self._write_ahead_log = WriteAheadLog(run_uri, self._driver, last)
+            entries = self._write_ahead_log.left()
         except OSError as error:
             no_journal = str(error)
-        self._run = RunDir(run_uri).expect(NOTE_S if self._journal is not None and self._journal.continued else 0.0)
+        self._run = RunDir(run_uri).expect(
+            NOTE_S if self._write_ahead_log is not None and self._write_ahead_log.continued else 0.0
+        )
         self._interval_s = interval_s
         self._lock = threading.Lock()
         """Guards the view and the fields below; never held during storage I/O."""
@@ -177,8 +179,8 @@ class RunMonitor:
         self._retried(self._store_state, timeout_s)
         self._thread.join()
         self._exporters.close(_CLOSE_S)
-        if self._journal is not None:
-            self._journal.close()
+        if self._write_ahead_log is not None:
+            self._write_ahead_log.close()
         try:
             self._samples.flush()
         except Exception as error:  # samples may be lost
@@ -275,13 +277,13 @@ class RunMonitor:
 
     def _journal_add(self, **entry: Any) -> None:
         """Keeps the entry for the monitor that replaces this one if this one is killed. Call it after the log has the entry."""
-        if (journal := self._journal) is None:
+        if (write_ahead := self._write_ahead_log) is None:
             return
         try:
-            journal.add(entry)
+            write_ahead.add(entry)
         except OSError as error:
-            journal.close()
-            self._journal = None
+            write_ahead.close()
+            self._write_ahead_log = None
             self._note(f"{_NO_JOURNAL}: {error}")
 
     def _recall(self, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -297,12 +299,12 @@ class RunMonitor:
                 self._show(Event.from_dict(dict(line["event"])))
 
     def _flush(self) -> None:
-        journal = self._journal
-        mark = journal.mark() if journal is not None else 0
+        write_ahead = self._write_ahead_log
+        mark = write_ahead.mark() if write_ahead is not None else 0
         self._log.flush()
-        if journal is not None:
+        if write_ahead is not None:
             with suppress(OSError):  # no memory to rewrite it: it stays as it is until the next flush
-                journal.stored(mark)
+                write_ahead.stored(mark)
 
     def _note(self, text: str) -> None:
         self._take(Event("note", time.time(), {"text": text}))

@@ -187,8 +187,8 @@ class DriverLease:
         return number == self._number and holder is not None and holder["key"] == self._body["key"]
 
     def _dumps(self, ended: bool = False, interrupted: bool = False) -> bytes:
-        told = {"renewed_at": time.time(), "ended": ended, "interrupted": interrupted}
-        return json.dumps({**self._body, **told}).encode()
+        state = {"renewed_at": time.time(), "ended": ended, "interrupted": interrupted}
+        return json.dumps({**self._body, **state}).encode()
 
     def _refused(self, holder: dict[str, Any]) -> UsageError:
         driver = holder.get("driver", {})

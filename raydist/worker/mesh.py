@@ -99,8 +99,8 @@ class Mesh:
         at = {axis: np.moveaxis(np.array(nodes).reshape(shape), n, 0) for axis, (shape, n) in shapes.items()}
         across = [axis for axis, of in at.items() if (of != of[0]).any()]
         within = [axis for axis in at if axis not in across]
-        told = f"mesh on {len(set(nodes))} nodes: {' and '.join(across)} between nodes"
-        return f"{told}; {' and '.join(within)} within a node" if within else told
+        text = f"mesh on {len(set(nodes))} nodes: {' and '.join(across)} between nodes"
+        return f"{text}; {' and '.join(within)} within a node" if within else text
 
     def refuse_split_nodes(self, nodes: Sequence[str]) -> None:
         """Raises UserError, on every rank, if the ranks of a tensor group are on several nodes. `nodes`: of all ranks."""

@@ -18,7 +18,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _get_custom_resou
 from typer.testing import CliRunner
 
 from raydist.cli.main import app
-from raydist.deploy.kuberay import Wishes, manifests
+from raydist.deploy.kuberay import KubernetesOptions, manifests
 from raydist.deploy.nodes import Nodes
 from raydist.errors import UserError
 from raydist.spec import JobSpec, load, parse
@@ -96,8 +96,8 @@ def test_a_job_that_does_not_say_its_nodes_is_refused(cluster: dict[str, Any], t
 def test_names_that_are_cut_differ() -> None:
     """Runs whose names are equal in the 40 characters that Kubernetes gets have resources of their own; each keeps its name."""
     made = parse({**JOB, "name": "j", "cluster": {"workers": 8, "resources": NODE}})
-    wishes = Wishes(image="me/raydist", storage="s3://bucket/runs")
-    names = [yaml.safe_load_all(manifests(made, "a" * 40 + end, wishes)) for end in ("", "b", "c", "b")]
+    options = KubernetesOptions(image="me/raydist", storage="s3://bucket/runs")
+    names = [yaml.safe_load_all(manifests(made, "a" * 40 + end, options)) for end in ("", "b", "c", "b")]
     kept, *cut = ({one["metadata"]["name"].removesuffix("-job") for one in each} for each in names)
     assert kept == {"a" * 40}
     assert cut[0] == cut[2] != cut[1]
@@ -107,7 +107,7 @@ def test_names_that_are_cut_differ() -> None:
 def test_kuberay(job: Any) -> None:
     """A RayJob that fits the model of the API: pods with the nodes' resources, what Kubernetes alone needs to know, and the job as
     a file that loads again as the same job."""
-    wishes = [
+    options = [
         "--toleration",
         "gpu=yes:NoSchedule",
         "--toleration",
@@ -118,7 +118,7 @@ def test_kuberay(job: Any) -> None:
         "rdma/hca=8",
     ]
     more = ["--network", "ib-net", "--env-secret", "s3", "--claim", "scratch:/scratch", "--namespace", "train"]
-    done = deploy("kuberay", job(), *POD, *wishes, *more, "--token-secret", "token")
+    done = deploy("kuberay", job(), *POD, *options, *more, "--token-secret", "token")
     files, made = yaml.safe_load_all(done.stdout)
     Path("again.yaml").write_text(files["data"]["job.yaml"])
     assert load(Path("again.yaml")) == load(Path("job.yaml"))

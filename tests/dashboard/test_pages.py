@@ -170,18 +170,18 @@ def test_a_button_asks_first_and_says_what_came_of_it(browser: Chromium, tmp_pat
         accessibility.check(browser)
         asks = browser.press("[data-act=stop]", accept=False)
         assert asks == "End this run after one checkpoint? The command that started it resumes it."
-        told = "document.getElementById('told').innerText"
-        assert browser.value(told) == ""
+        answered = "document.getElementById('action-answer').innerText"
+        assert browser.value(answered) == ""
         browser.press("[data-act=checkpoint]", accept=True)
-        browser.until(f"{told} === 'A checkpoint is asked for.'")
+        browser.until(f"{answered} === 'A checkpoint is asked for.'")
         browser.press("[data-act=checkpoint]", accept=True)
-        browser.until(f"{told} === 'run live is asked for a checkpoint already: wait for it'")
+        browser.until(f"{answered} === 'run live is asked for a checkpoint already: wait for it'")
         while not requests.pending(run):
             time.sleep(0.05)
         assert [one.what for one in requests.pending(run)] == ["checkpoint"]
         browser.press("[data-act=stop]", accept=True)
         browser.until(
-            f"{told}.endsWith(' is asked to end the run after one checkpoint.')"
+            f"{answered}.endsWith(' is asked to end the run after one checkpoint.')"
         )  # "was", if it had been before
         browser.until("document.querySelector('[data-act=stop]').disabled === false")
         assert browser.complaints == []

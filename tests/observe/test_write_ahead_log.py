@@ -118,7 +118,7 @@ if monitor == 0:
     made.push(rows[1:], events(2))
     made._log.flush()  # killed before it can mark them as stored
     made.push([], events(3))
-    made._journal.add({"event": events(4)[0]})
+    made._write_ahead_log.add({"event": events(4)[0]})
     (path,) = shm.iterdir()
     with path.open("ab") as file:
         file.write(b'{"event": {"kind": "torn')

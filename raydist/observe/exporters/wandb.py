@@ -88,8 +88,8 @@ class Exporter(BaseExporter):
         for names in ("train/*", "eval/*"):
             self._run.define_metric(names, step_metric="step")
         if known is None:
-            told = {"entity": options["entity"], "project": options["project"], "id": self._run.id}
-            facts.run.storage.write(FILE, json.dumps(told).encode())
+            identity = {"entity": options["entity"], "project": options["project"], "id": self._run.id}
+            facts.run.storage.write(FILE, json.dumps(identity).encode())
         place = self._run.url if mode == "online" else f"wandb sync {Path(self._run.dir).parent}"
         facts.note(f"wandb: run {self._run.id}: {redact(place)}")
 

@@ -105,7 +105,7 @@
       drawing.dispatchAction({type: "legendToggleSelect", name: chart.series[event.key - 1].name});
     } else if (event.key in ARROWS && (one.pointer = next(one, ARROWS[event.key], middle))) {
       drawing.dispatchAction({type: "showTip", x: one.pointer[0], y: one.pointer[1]});
-      one.told.textContent = [...one.plot.querySelectorAll(".tip div")].map((line) => line.textContent).join(", ");
+      one.status.textContent = [...one.plot.querySelectorAll(".tip div")].map((line) => line.textContent).join(", ");
     } else return;
     event.preventDefault();
   };
@@ -160,9 +160,9 @@
       return made;
     };
     tools.className = "tools";
-    one.told = document.createElement("span");
-    one.told.className = "told";
-    one.told.setAttribute("role", "status");
+    one.status = document.createElement("span");
+    one.status.className = "spoken";
+    one.status.setAttribute("role", "status");
     one.reset = button("all", `all of ${name}`, () => together(one, null));
     one.reset.hidden = true;
     charts.set(figure, one);
@@ -177,7 +177,7 @@
     }
     button("PNG", `save ${name} as PNG`, () => picture(one, (blob) => save(blob, `${name}.png`)));
     button("CSV", `save ${name} as CSV`, () => save(new Blob([looks.csv(one.chart)], {type: "text/csv"}), `${name}.csv`));
-    tools.append(one.told);
+    tools.append(one.status);
     figure.prepend(tools);
     plot.tabIndex = 0;
     plot.addEventListener("keydown", (event) => keys(one, event));

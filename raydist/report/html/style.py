@@ -36,7 +36,7 @@ figcaption{font-weight:600;font-size:14px}
 .plot{position:relative}.plot p{margin:0;font-size:13px;color:var(--quiet)}.parallel .plot{min-width:960px}
 .tools{float:right;display:flex;gap:6px}.tools button{font:inherit;font-size:12px;color:var(--quiet);background:var(--sheet);
 border:1px solid var(--line);border-radius:5px;padding:0 7px;cursor:pointer}.tools [aria-pressed=true]{color:var(--ink);
-border-color:var(--quiet)}.tools [hidden]{display:none}.told{position:absolute;left:-9999px}
+border-color:var(--quiet)}.tools [hidden]{display:none}.spoken{position:absolute;left:-9999px}
 .tip{font-variant-numeric:tabular-nums}.tip .head{color:var(--quiet)}
 :focus-visible{outline:2px solid var(--accent);outline-offset:2px}
 .bar,.timeline{display:flex;overflow:hidden;border-radius:5px;background:var(--empty)}

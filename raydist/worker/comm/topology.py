@@ -84,10 +84,10 @@ def measured(rank: Rank, run: RunDir) -> Ring:
     order = links.ring(found, nodes, _MESSAGE)
     plain = order == list(range(rank.world_size))
     speeds = [speed for row in found.bandwidth for speed in row if speed]
-    told = f"links between {len(found.members)} {found.between} have {min(speeds) / 1e6:,.0f} to {max(speeds) / 1e6:,.0f} MB/s"
-    because = f"{', '.join(map(str, order))}{', the order of the ranks' if plain else ''}: {told}"
+    measured = f"links between {len(found.members)} {found.between} have {min(speeds) / 1e6:,.0f} to {max(speeds) / 1e6:,.0f} MB/s"
+    because = f"{', '.join(map(str, order))}{', the order of the ranks' if plain else ''}: {measured}"
     figures = {"names": found.names, "latency": found.latency, "bandwidth": found.bandwidth}
-    chosen = Ring(order, because, figures, told)
+    chosen = Ring(order, because, figures, measured)
     made = kept.from_first(rank, Ring, kept.keep(run, name, chosen) if rank.first else None)
     assert made is not None
     return made

@@ -313,9 +313,9 @@ class _Call:
 def agreed(own: Sequence[Sequence[Any]], control: dist.ProcessGroup | None) -> list[list[Any]]:
     """`own` of every rank: (ranks of a group, what this rank would send there) for each of its groups, as plain values. Raises
     UserError, on every rank, if the ranks of a group would send different things. A collective of all ranks."""
-    every = gather_json([[[*ranks], told] for ranks, told in own], control)
+    every = gather_json([[[*ranks], sent] for ranks, sent in own], control)
     for peers in {tuple(ranks) for of_rank in every for ranks, _ in of_rank}:
-        those = [[told for ranks, told in every[peer] if ranks == [*peers]] for peer in peers]
+        those = [[sent for ranks, sent in every[peer] if ranks == [*peers]] for peer in peers]
         odd = [rank for rank, theirs in zip(peers, those, strict=True) if theirs != those[0]]
         if odd:
             raise UserError(
