@@ -114,8 +114,9 @@ def own_code() -> Iterator[None]:
     registry.trust(True)
 
 
-IDLE_S = 1
-"""A rank that is not called for so long releases its process groups: on eight ranks they take a tenth of a core."""
+IDLE_S = 5
+"""A rank that is not called for so long releases its process groups: those of eight ranks take a tenth of a core. To release them takes
+as much processor time as they take in some seconds."""
 STUCK_S = 300
 """A function that takes longer on a rank ends the rank's process, which prints the stacks of its threads to stderr."""
 
