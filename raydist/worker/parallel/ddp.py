@@ -6,6 +6,7 @@ Runs in: each train worker. Torch, never ray.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -111,8 +112,10 @@ class Strategy(WithoutExample):
                 )
             own_sums = self._spec.comm.compresses or self._tree is not None or self._group is not group
             if own_sums or self._spec.precision.reduce != "fp32" or self._spec.offload.optimizer == "cpu":
-                # Through a lambda, because torch compares annotations, and those of this module are strings.
-                ddp.register_comm_hook(None, lambda _, bucket: self._sum(bucket))
+                # Through a lambda, because torch compares annotations, and those of this module are strings. Torch holds it where
+                # the garbage collector does not see it: a strong reference would leak the model, its groups and their threads.
+                weak = weakref.proxy(self)
+                ddp.register_comm_hook(None, lambda _, bucket: weak._sum(bucket))
             self._settle_buckets(ddp, order)
             self.module = self._ddp = ddp
         for name, b in model.named_buffers():
@@ -142,12 +145,15 @@ class Strategy(WithoutExample):
         hook, so that fp16 does not overflow in the sum.
         """
         grads, parameters, dtype = bucket.buffer(), bucket.parameters(), DTYPES[self._spec.precision.reduce]
+        weak = weakref.proxy(
+            self
+        )  # a thread of gloo that dropped the last reference to its group would wait for itself
         if self._reducer is not None and self._reducer.active:
             return self._reducer.all_reduce(self._pieces[bucket.index()], grads)
         if self._tree is not None and self._sums is not None and self.parts is not None and self.parts.running:
             found = self._sums.nodes_with(parameters, bucket.gradients())
             whole = [torch.cat([grad.reshape(-1) for grad in node]) for node in found[:-1]]
-            return self._tree([*whole, grads], lambda: self._is_final(parameters))
+            return self._tree([*whole, grads], lambda: weak._is_final(parameters))
         self._seen.append(parameters)
         grads.mul_(1 / self._mesh.data_size)
         sent = grads.to(dtype)
@@ -156,7 +162,7 @@ class Strategy(WithoutExample):
             done.value()  # raises what the sum has raised
             if sent is not grads:
                 grads.copy_(sent)
-            self._is_final(parameters)
+            weak._is_final(parameters)
             return grads
 
         if self._tree is not None and self.parts is None:

@@ -1,7 +1,9 @@
-"""raydist.worker.parallel.ddp: which buffers follow rank 0."""
+"""raydist.worker.parallel.ddp: which buffers follow rank 0, and that nothing of it outlives the strategy."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -50,3 +52,21 @@ def test_running_statistics_follow_rank_0(ranks: Any) -> None:
     assert {name for name in first if first[name] != second[name]} == own
     assert all((first[name], second[name]) == (1.0, 2.0) for name in own)
     assert {name.partition(".")[0] for name in first.keys() - own} == {"norm"}
+
+
+def outlives(rank: Rank) -> list[str]:
+    """What is left of a strategy with a hook of its own for the sums, after a step."""
+    torch.manual_seed(1)
+    model, x = Mixed(), torch.randn(6, 8)
+    strategy = Strategy(job("ddp", precision={"reduce": "bf16"}), Mesh(rank))
+    strategy.wrap(model, lambda module, *_: module(x))
+    strategy.module(x).backward()
+    made = {"strategy": weakref.ref(strategy), "model": weakref.ref(model), "wrapped": weakref.ref(strategy.module)}
+    del strategy, model
+    gc.collect()
+    return [name for name, found in made.items() if found() is not None]
+
+
+def test_nothing_outlives_the_strategy(ranks: Any) -> None:
+    """Torch keeps the hook where the garbage collector does not see it."""
+    assert ranks.run(outlives, 2) == [[], []]
