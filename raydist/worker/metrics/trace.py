@@ -212,7 +212,7 @@ class Tracer:
         # NCCL's work ends its record at its launch. With all threads, a record that ends after the stop is left out.
         if self._cuda or self._all_threads:
             return self._finish()
-        torch.autograd._enable_record_function(False)
+        torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
         if ends:
             gloo_p2p.settle()
         return None
@@ -230,7 +230,7 @@ class Tracer:
         trace, self._trace = self._trace, None
         self._heartbeat.on_phase = None
         self._ranges.close()
-        torch.autograd._enable_record_function(True)
+        torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
         if trace is None:
             return
         self._heartbeat.enter("save")  # a phase without a deadline: kineto may have millions of events to process
