@@ -115,8 +115,8 @@ def own_code() -> Iterator[None]:
 
 
 IDLE_S = 5
-"""A rank that is not called for so long releases its process groups: those of eight ranks take a tenth of a core. To release them takes
-as much processor time as they take in some seconds."""
+"""A rank that is not called for so long releases its process groups: those of eight ranks take a tenth of a core. To release them
+takes as much processor time as they take in some seconds."""
 STUCK_S = 300
 """A function that takes longer on a rank ends the rank's process, which prints the stacks of its threads to stderr."""
 
