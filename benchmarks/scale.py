@@ -53,9 +53,9 @@ from raydist.cluster.run.request import Request
 from raydist.cluster.run.supervisor import Supervisor
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.records import Event
-from raydist.run.directory import RunDir
+from raydist.run.directory import SPEC, RunDir
 from raydist.run.log import read_events
-from raydist.spec import JobSpec
+from raydist.spec import JobSpec, stored
 
 ROLES = {
     "coordinator": "ray::Coordinator",
@@ -138,6 +138,7 @@ class Run:
                 "observe": {"interval_s": None},
             }
         )
+        self.run.storage.write(SPEC, stored(spec).encode())
         request = Request(spec, self.run, "", 1.0, exporters=[])
         with self.cluster.simulated():
             self.supervisor = Supervisor.build(request, replace(session, private=False), View())

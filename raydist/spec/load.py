@@ -99,8 +99,10 @@ def overriding(overrides: Overrides) -> Layer:
     problems: list[str] = []
     if isinstance(overrides, Mapping):
         for name, value in overrides.items():
-            over = over.with_field(name, value, f"set {name}")
+            over = over.with_field(str(name), value, f"set {name}")
         return over
+    if isinstance(overrides, str):
+        raise SpecError(f"set: {quoted(overrides)!r} is text; write set={{'optim.lr': 3e-4}}")
     for text in overrides:
         name, equals, value = text.partition("=")
         if not equals or not name:

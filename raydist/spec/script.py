@@ -55,7 +55,7 @@ def launched(name: str, options: Mapping[str, Any], overrides: Overrides, before
     over = overriding(overrides)
     settable = [f"{section}.{each}" for section, fields in _SETTABLE.items() for each in sorted(fields)]
     if problems := [
-        f"--set {field}: is not a field of a script's job; {registry.did_you_mean(field, settable)}"
+        f"{over.origin[field]}: is not a field of a script's job; {registry.did_you_mean(field, settable)}"
         for field in flatten(over.tree)
         if ".".join(field.split(".")[:2]) not in settable
     ]:

@@ -248,6 +248,8 @@ def test_a_wrong_job_is_an_error_here(tmp_path: Path) -> None:
     job.write_text("model: {name: gpt}\ndata: {source: text}\ntrain: {steps: 1}\n")
     for spec, given, text in (
         (job, {"optim.lrr": 1}, "set optim.lrr: optim.lrr: .*did you mean"),
+        (job, "optim.lr=1", "set: 'optim.lr=1' is text; write set={'optim.lr': 3e-4}"),
+        (job, {1: 2}, "set 1: 1: unknown field"),
         (str(tmp_path / "jbo.yaml"), {}, "no such file"),
         ({"model": {"name": "gtp"}, "data": {"source": "text"}, "train": {"steps": 1}}, {}, "spec: model.name: .*gpt"),
         ({"train": {"steps": -1}}, {}, "train.steps"),

@@ -214,7 +214,7 @@ def test_slurm(job: Any, tmp_path: Path) -> None:
         (":", False, (143, True)),  # the signal comes while Ray starts
         ("kill -USR1 $$; exec sleep 60", True, (143, True)),
         # A second one is not passed on: the driver would end without a checkpoint.
-        ("trap 'n=$((n + 1))' TERM; kill -USR1 $$; kill -TERM $$; n=142; until ((n > 142)); do sleep; done; sleep; exit $n",
+        ("n=142; trap 'n=$((n + 1))' TERM; kill -USR1 $$; kill -TERM $$; until ((n > 142)); do sleep; done; sleep; exit $n",
          True, (143, True)),
         # The driver ends by itself just then.
         ("trap '' TERM; kill -USR1 $$; exit 3", True, (3, False)),

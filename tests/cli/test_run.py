@@ -67,3 +67,5 @@ def test_the_job_of_a_session() -> None:
     made = joined(before, asked)
     assert (made.name, made.cluster.most, made.recovery.max_failures) == ("mine", 3, 9)
     assert (made.checkpoint.every, made.checkpoint.keep, made.train) == (7, 5, before.train)
+    with pytest.raises(SpecError, match="^set train.steps: is not a field of a script's job"):
+        launched("mine", {}, {"train.steps": 3}, before)

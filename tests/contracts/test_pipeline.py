@@ -464,11 +464,18 @@ def test_compiled_blocks_keep_the_bits(ranks: Any) -> None:
         same_bits(got, right)
 
 
-@pytest.mark.parametrize(("strategy", "place"), [("zero1", "nvme"), ("zero3", "cpu")])
-def test_the_optimizer_of_a_stage_off_the_device(ranks: Any, tmp_path: Path, strategy: str, place: str) -> None:
-    """In a file or in host memory: losses and weights of a run without offload. Its gradients are scaled during the update."""
-    offload, right = {"optimizer": place, "path": str(tmp_path)}, plain(ranks, strategy, 2, "{}")
-    for got in run(ranks, train, 4, mesh_job(strategy, 1, DEEP, INTERLEAVED, offload=offload, **UNCLIPPED)):
+@pytest.mark.parametrize(
+    ("strategy", "offload"),
+    [("zero1", {"optimizer": "nvme"}), ("zero3", {"optimizer": "cpu"}), ("zero3", {"parameters": "cpu"})],
+)
+def test_the_state_of_a_stage_off_the_device(
+    ranks: Any, tmp_path: Path, strategy: str, offload: dict[str, str]
+) -> None:
+    """The optimizer in a file or in host memory, or all of the state there, and some activations computed again: losses and weights
+    of a run without. The optimizer's gradients are scaled during the update."""
+    sections = {"offload": {**offload, "path": str(tmp_path)}, "train": {"checkpoint_activations": "selective"}}
+    right = plain(ranks, strategy, 2, "{}")
+    for got in run(ranks, train, 4, mesh_job(strategy, 1, DEEP, INTERLEAVED, **sections, **UNCLIPPED)):
         assert [report.loss for report in got[0]] == [report.loss for report in right[0]]
         assert [name for name, value in right[3].items() if not torch.equal(got[3][name], value)] == []
         assert got[4] == right[4]

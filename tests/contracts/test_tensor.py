@@ -138,11 +138,15 @@ def test_low_precision_stays_near_one_process(ranks: Any, strategy: str, precisi
         assert eval_loss == pytest.approx(right[4], rel=5e-3)
 
 
-@pytest.mark.parametrize(("strategy", "place"), [("zero1", "cpu"), ("zero3", "nvme")])
-def test_with_offload_and_recomputed_activations(ranks: Any, tmp_path: Path, strategy: str, place: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "place", "recomputed"), [("zero1", "cpu", "full"), ("zero3", "nvme", "selective")]
+)
+def test_with_offload_and_recomputed_activations(
+    ranks: Any, tmp_path: Path, strategy: str, place: str, recomputed: str
+) -> None:
     """The optimizer in host memory or in a file, activations computed again: bit for bit the run without."""
     model, offload = {**WIDE, "dropout": 0.1}, {"optimizer": place, "path": str(tmp_path)}
-    saving = mesh_job(strategy, 2, model, offload=offload, train={"checkpoint_activations": "full"})
+    saving = mesh_job(strategy, 2, model, offload=offload, train={"checkpoint_activations": recomputed})
     (one, *_), (two, *_) = run(ranks, train, 4, mesh_job(strategy, 2, model)), run(ranks, train, 4, saving)
     assert one[0] == two[0]
     assert all(torch.equal(one[3][name], value) for name, value in two[3].items())

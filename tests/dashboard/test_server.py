@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import Queue
@@ -24,7 +24,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from raydist.cli import main as cli
-from raydist.dashboard import actions, server
+from raydist.dashboard import actions, cache, server
 from raydist.dashboard.access import AccessPolicy, names
 from raydist.dashboard.announced import link
 from raydist.dashboard.document import LIBRARY
@@ -33,8 +33,11 @@ from raydist.errors import UsageError
 from raydist.report.html.page import library
 from raydist.run import requests
 from raydist.run.directory import RunDir
+from raydist.run.driver_process import this_process
+from raydist.run.status import write_state
 from raydist.storage import Storage
-from tests.dashboard.conftest import EVIL, Dashboard, acting
+from tests.dashboard.conftest import EVIL, Dashboard, acting, running
+from tests.report import story
 
 PAGES = ("/", "/run/0/base", "/sweep/0/tuned", "/look.css", LIBRARY, "/chart.js", "/live.js")
 
@@ -329,6 +332,48 @@ def test_clients_that_send_or_take_nothing_are_given_up(tmp_path: Path, monkeypa
     os.close(ended_by)
     names.cache_clear()
     assert asking.get_nowait().startswith("dashboard")
+
+
+def test_an_object_store(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list and a run's page; and its stream, which sends only what is written meanwhile, until the doctor has examined the run
+    that has ended."""
+    for module in (cache, server):
+        monkeypatch.setattr(module, "EVERY_S", 0.1)
+    monkeypatch.setattr(cache, "SHARE", 1.0)
+    home = Storage(s3.uri("pages"))
+    run = story.story(RunDir(home.at("base")))
+    running(run, 7)
+    until, ends = os.pipe()
+
+    def browse(dashboard: Dashboard) -> list[Any]:
+        with open(ends, "wb"), followed(dashboard, "/run/0/base?since=x") as messages:
+            told = [next(messages)[1]]
+            pages = [dashboard.ask(path)[::2] for path in ("/", "/run/0/base")]
+            write_state(run, {"status": "finished", "heartbeat_at": time.time(), "driver": this_process(), "step": 200})
+            while not (told[-1] and told[-1]["ended"]):
+                told.append(next(messages)[1])
+            return [*pages, *filter(None, told)]
+
+    async def serving() -> list[Any]:
+        with server.listener("127.0.0.1", 0) as listening, ThreadPoolExecutor(1) as pool:
+            access = AccessPolicy(*listening.getsockname())
+            dashboard = Dashboard(Path(), f"http://127.0.0.1:{access.port}/?token={access.token}")
+            browsing: list[Future[list[Any]]] = []
+            await server.serve(
+                [home], listening, access, lambda: browsing.append(pool.submit(browse, dashboard)), until
+            )
+            return browsing[0].result()
+
+    listed, page, first, *later = asyncio.run(serving())
+    os.close(until)
+    assert (listed[0], page[0]) == (200, 200)
+    assert '"/run/0/base"' in listed[1]
+    assert ">running<" in page[1]
+    assert (">running<" in first["parts"]["head"], first["ended"]) == (True, False)
+    heads = [told["parts"]["head"] for told in later if "head" in told["parts"]]
+    assert ">finished<" in heads[-1]
+    assert all(told["parts"].keys() < first["parts"].keys() for told in later)
+    assert 'class="findings"' in later[-1]["parts"]["doctor"]
 
 
 def test_other_commands_find_the_dashboard_of_a_storage(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,8 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed
 
 def test_the_nodes_are_measured_without_a_job(project: Any, ray_hosts: Cluster) -> None:
     """`raydist check` on two hosts: a rank on each, the link between them, and the storage. A node that is left
-    out by its address gets no rank. A folder that the other host does not share is an error before anything is measured."""
+    out by its address, from Python, gets no rank. A folder that the other host does not share is an error before anything is
+    measured."""
     env = project.environment() | ray_hosts.environment | forked.environment()
     first, second = ray_hosts.hosts
     check = forked.command("raydist", "check", "--address", ray_hosts.address, "--json", "--slow", "0.01")
@@ -118,10 +119,11 @@ def test_the_nodes_are_measured_without_a_job(project: Any, ray_hosts: Cluster) 
     assert {(row["node"], row["ranks"]) for row in rows} == {(first.ip, 1), (second.ip, 1)}
     for row in rows:
         assert min(row[rate] for rate in ("link", "matmul", "memory", "storage_mb_s", "storage_iops")) > 0
-    alone = ["--set", f"cluster.resources.exclude=[{second.ip}]"]
-    done = first.run([*check, *alone], cwd=project.root, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert [row["node"] for row in json.loads(done.stdout)["nodes"]] == [first.ip]
+    alone = {"cluster.resources.exclude": [second.ip]}
+    call = f"raydist.check(set={alone}, address={ray_hosts.address!r}, slow=0.01)['nodes']"
+    script = f"import raydist; print([row['node'] for row in {call}])"
+    done = first.run([sys.executable, "-c", script], cwd=project.root, env=env, timeout=300)
+    assert (done.returncode, done.stdout) == (0, f"[{first.ip!r}]\n"), done.stderr
     done = first.run([*check, "--storage", "/dev/shm/runs"], cwd=project.root, env=env, timeout=300)
     assert done.returncode == 2, done.stdout
     assert f"node {second.ip}: /dev/shm/runs is another folder there" in done.stderr

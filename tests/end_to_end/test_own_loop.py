@@ -1,6 +1,6 @@
 """`raydist run`: a user's own loop on Ray workers, with what a job has. Without Ray: tests/own/test_session.py.
 
-Over a minute: seven runs in the warm driver.
+Over a minute: six runs in the warm driver, two in drivers of their own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def command(name: str, *arguments: str, options: tuple[str, ...] = ()) -> list[s
     return ["run", "loop.py", "--workers", "2", "--name", name, *options, "--", *arguments]
 
 
-def test_a_killed_and_a_hanging_rank_change_no_bit(project: Any) -> None:
+def test_a_killed_and_a_hanging_rank_change_no_bit(project: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL of rank 1, then it hangs, with no checkpoint but copies in memory: the verdict names its line, and records and
     weights are those of an undisturbed run, with one row a step. Then the same command has nothing to do, and --fresh begins
-    again."""
+    again, from Python."""
     done = project.warm(*command("own-whole", "400", "sound"))
     assert done.returncode == 0, done.stderr
     marks = project.root / "marks" / "own-loop"
@@ -48,8 +48,11 @@ def test_a_killed_and_a_hanging_rank_change_no_bit(project: Any) -> None:
     assert (shown["status"], shown["steps"], len(shown["attempts"])) == ("finished", 400, 3)
     assert project.warm(*command("own-whole", "400", "sound")).returncode == 0
     assert len(project.steps("own-whole")) == 400
-    assert project.warm(*command("own-whole", "7", "sound", options=("--fresh",))).returncode == 0
-    assert len(project.steps("own-whole")) == 7
+    monkeypatch.chdir(project.root)
+    run = raydist.run_script(
+        "loop.py", [7, "sound"], workers=2, name="own-whole", storage=str(project.runs), fresh=True
+    )
+    assert (run.status, len(run.steps())) == ("finished", 7)
 
 
 def test_the_users_errors_end_the_run(

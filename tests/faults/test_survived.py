@@ -1,6 +1,6 @@
 """Every class of fault, injected into one run: it ends with the bits of an undisturbed run, and its events name each fault.
 
-Over a minute: 18 attempts, each ended by a fault of its own.
+Over a minute: 19 attempts, each ended by a fault of its own.
 
 One run, because a restart takes a second and a driver ten. The faults happen in the order of their steps. Between two that end an
 attempt there is a checkpoint, because a run without progress is stopped.
@@ -80,6 +80,7 @@ DEATHS: list[tuple[Fault, str, str]] = [
     (Suspend(rank=1, step=13), "worker_hung", r"stopped (SIGSTOP); in step 13 for \d+ s in forward"),
     (HoldGil(rank=0, step=18, phase="backward"), "worker_hung", r"holds the GIL; in step 18 for \d+ s in backward"),
     (Deadlock(rank=1, step=23, phase="update"), "worker_hung", r"in step 23 for \d+ s in update"),
+    (OutOfMemory(rank=0, step=26), "out_of_memory", "emory"),
 ]
 """The fault; the kind of its event `failure`, and a part of the cause."""
 
@@ -203,13 +204,17 @@ def test_each_fault_happens_once_and_has_an_event(disturbed: Any) -> None:
 
 
 def test_every_death_names_the_rank_and_the_cause(disturbed: Any) -> None:
-    """Each fault that ends an attempt has one failure, in order, with the rank that it was injected on."""
+    """Each fault that ends an attempt has one failure, in order, with the rank that it was injected on. Out of memory, the run
+    keeps its shapes, which decide bits, and recomputes activations."""
     failures = disturbed.events("disturbed", "failure")
     killed = [(fault, "worker_died", "SIGKILL") for fault in damage() if isinstance(fault, Kill)]
     expected = [*DEATHS, *killed, (REST[0], "worker_died", "SIGKILL")]
     assert [(f["rank"], f["fault"]) for f in failures] == [(fault.rank, kind) for fault, kind, _ in expected]
     for failure, (_, _, cause) in zip(failures, expected, strict=True):
         assert re.search(cause.replace("(", r"\(").replace(")", r"\)"), failure["cause"]), failure["cause"]
+    smaller = ("micro_batch", "max_tokens", "checkpoint_activations")
+    decided = [[event.get(field) for field in smaller] for event in disturbed.events("disturbed", "decision")]
+    assert [fields for fields in decided if any(fields)] == [[None, None, "full"]]
 
 
 def test_storage_that_fails_costs_a_checkpoint(disturbed: Any) -> None:

@@ -209,6 +209,11 @@ MESHES = {
     "context 2, full": on_mesh("ddp", 2, precision="bf16", checkpoint="full", layers=4, context=2),
     "zero3, context 2": on_mesh("zero3", 4, context=2),
     "tensor 2, expert 4": on_mesh("zero1", 4, model="mixtral", tensor=2, expert=4),
+    "zero1, expert 2": on_mesh("zero1", 4, model="mixtral", expert=2),
+    "hsdp, tensor 2": on_mesh("hsdp", 4, tensor=2),
+    "pipeline 2, expert 2": on_mesh("ddp", 4, 4, model="mixtral", layers=2, pipeline=2, expert=2),
+    "pipeline 2, context 2": on_mesh("ddp", 4, 4, layers=2, pipeline=2, context=2),
+    "tensor 2, context 2": on_mesh("ddp", 4, tensor=2, context=2),
 }
 
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,8 @@ _TAG = 0x5A
 """The tag of these messages, so that a model's own receives do not match them."""
 
 
-_pending: WeakKeyDictionary[ProcessGroup, dict[int, object]] = WeakKeyDictionary()
-"""Exchanges that have not been waited for, with their buffers. If the buffer of a message is freed before the message arrives, gloo
+_pending: WeakKeyDictionary[ProcessGroup, dict[int, tuple[ref[_Exchange], object]]] = WeakKeyDictionary()
+"""Exchanges that have not been waited for, and their buffers. If the buffer of a message is freed before the message arrives, gloo
 reads nothing more from that peer (torch 2.13: the next exchange of the two times out). A strategy may be dropped while it gathers
 weights. The entry is freed with the group.
 """
@@ -179,7 +179,7 @@ class _Exchange:
         try:
             with _as_one(kind):
                 self._works = send()
-            _pending.setdefault(group, {})[self._number] = (self._works, whole)
+            _pending.setdefault(group, {})[self._number] = (ref(self), (self._works, whole))
         except RuntimeError as error:
             self._failure = error  # a lost peer: raised by `wait`, as torch does
         self._sending = time.perf_counter() - self._begun  # gloo writes to the socket at once, as much as it accepts
@@ -187,17 +187,27 @@ class _Exchange:
     def wait(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if self._number not in _pending.get(self._group, {}):
+            return  # `settle` has waited
         waiting = time.perf_counter()
         with collective_counters.uncounted():
             for work in self._works:
                 work.wait()
-        _pending.get(self._group, {}).pop(self._number, None)
+        _pending[self._group].pop(self._number)
         now = time.perf_counter()
         nbytes = self._whole.numel() * self._whole.element_size()
         collective_counters.count(
             self._kind, nbytes, self._group.size(), now - self._begun, self._sending + now - waiting
         )
         self._then()
+
+
+def settle() -> None:
+    """Waits for all exchanges that this process has started and still may wait for."""
+    for started in list(_pending.values()):
+        for exchange, _ in list(started.values()):
+            if (made := exchange()) is not None:
+                made.wait()
 
 
 @contextmanager

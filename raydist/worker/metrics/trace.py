@@ -4,7 +4,13 @@ Runs in: each train worker. Torch, never ray. raydist/run/requests.py describes 
 how the parts of the ranks are merged.
 
     rank 0's reporter: trace 7 is requested -> a number among the step's sums -> all ranks know it after the same step
-      -> the next step: profiler on, phases as ranges -> ... -> off -> a thread writes this rank's part to storage
+      -> the next step: profiler on, phases as ranges -> ... -> nothing more is recorded
+      -> a step later: profiler off -> a thread writes this rank's part to storage
+
+Why a step later: the profiler frees its events when it stops. A message or collective of gloo records its end when it is waited
+for, or in gloo's own thread after that has woken the waiting one; if the profiler has stopped by then, it writes into freed memory
+(torch 2.13: SIGSEGV, or other data changes). zero1 and zero2 begin to gather the weights at the end of a step, and wait for them in
+the next one. At the end of a run the tracer waits instead. The trace of an attempt that fails is not stopped.
 
 Without a request a step compares one number, and a phase reads one attribute. An error here is reported, and training continues.
 """
@@ -32,6 +38,7 @@ from raydist.ipc.heartbeat import Heartbeat
 from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.run.requests import part_name
+from raydist.worker.comm import gloo_p2p
 from raydist.worker.distributed import Rank
 
 VERSION = 1
@@ -55,6 +62,13 @@ class _Trace:
     last: int
     profile: profile
     recording: bool = False
+    complete: bool = False
+    """The last step is over."""
+
+
+_unfinished: list[profile] = []
+"""Of attempts that failed during a trace, whose collectives may end later in gloo's threads. The next trace of this process stops
+them."""
 
 
 class _Ranges:
@@ -134,21 +148,29 @@ class Tracer:
         `requested`, so that all ranks start and stop at the same step.
         """
         try:
-            if self._trace is None:
+            trace = self._trace
+            if trace is None:
                 if asked[0] and asked[0] not in self._begun and not ends:
                     self._begin(number, *asked)
+            elif trace.complete:
+                self._finish()
             else:
                 self._ranges.close()
-                if number > self._trace.last or ends:
-                    self._finish(number - 1)
-            if self._trace is not None and number >= self._trace.first:
+                if number > trace.last or ends:
+                    self._complete(trace, number - 1, ends)
+            if self._trace is not None and not self._trace.complete and number >= self._trace.first:
                 self._record(number)
         except Exception as error:  # of kineto, or because the user's own profiler is active
             self._abandon(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Abandons a trace that is being recorded, and waits for those that are being written."""
-        if self._trace is not None:
+        """Stops a trace whose last step is over, abandons one that is being recorded, and waits until parts are written."""
+        if self._trace is not None and self._trace.complete:
+            self.step(self._trace.last + 1, (0, 0), ends=True)
+        elif self._trace is not None:
+            if self._trace.recording:
+                _unfinished.append(self._trace.profile)
+                self._trace = None
             self._abandon("the attempt ended")
         for thread in self._writing:
             thread.join(CLOSE_S)
@@ -156,6 +178,8 @@ class Tracer:
     def _begin(self, number: int, trace: int, steps: int) -> None:
         self._begun.add(trace)
         self._newest = trace
+        while _unfinished:
+            _unfinished.pop().stop_trace()
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             raise RuntimeError("another profiler is on in this process")
         # CUPTI's first step is slow, so the profiler observes one step before it records.
@@ -178,12 +202,24 @@ class Tracer:
             self._heartbeat.on_phase = self._ranges.phase
         self._ranges.step(number)
 
-    def _finish(self, last: int) -> None:
-        trace = self._trace
-        assert trace is not None
+    def _complete(self, trace: _Trace, last: int, ends: bool) -> None:
+        """The last step to trace is over; what it has begun may be in progress."""
         if not trace.recording:
             return self._abandon("the run ended")
+        trace.complete = True
+        self._heartbeat.on_phase = None
         trace.profile.add_metadata_json("raydist", json.dumps(self._about(trace, last)))
+        # NCCL's work ends its record at its launch. With all threads, a record that ends after the stop is left out.
+        if self._cuda or self._all_threads:
+            return self._finish()
+        torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
+        if ends:
+            gloo_p2p.settle()
+        return None
+
+    def _finish(self) -> None:
+        trace = self._trace
+        assert trace is not None
         self._stop()
         thread = threading.Thread(target=self._write, args=(trace,), name="raydist-trace", daemon=True)
         self._writing = [t for t in self._writing if t.is_alive()] + [thread]
@@ -194,6 +230,7 @@ class Tracer:
         trace, self._trace = self._trace, None
         self._heartbeat.on_phase = None
         self._ranges.close()
+        torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
         if trace is None:
             return
         self._heartbeat.enter("save")  # a phase without a deadline: kineto may have millions of events to process

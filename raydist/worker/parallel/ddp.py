@@ -145,9 +145,8 @@ class Strategy(WithoutExample):
         hook, so that fp16 does not overflow in the sum.
         """
         grads, parameters, dtype = bucket.buffer(), bucket.parameters(), DTYPES[self._spec.precision.reduce]
-        weak = weakref.proxy(
-            self
-        )  # a thread of gloo that dropped the last reference to its group would wait for itself
+        # A thread of gloo that dropped the last reference to its group would wait for itself.
+        weak = weakref.proxy(self)
         if self._reducer is not None and self._reducer.active:
             return self._reducer.all_reduce(self._pieces[bucket.index()], grads)
         if self._tree is not None and self._sums is not None and self.parts is not None and self.parts.running:
