@@ -25,7 +25,7 @@ from raydist.spec import JobSpec, load
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.comm import compressors
-from raydist.worker.comm.compression.state import NAME
+from raydist.worker.comm.compression.state import NAME, Compression
 from raydist.worker.comm.compressors import Rows, Sums
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
@@ -499,6 +499,20 @@ def test_what_is_left_goes_on_with_other_shards(
             }
             assert all(torch.equal(t, factors[n]) for n, t in of_first.items() if n in factors)
             assert (name == "powersgd") == bool(shared)
+
+
+def test_parts_without_rows() -> None:
+    """Of a parameter with fewer rows than ranks some parts only fill up: they take up nothing, and nothing is taken from them. What
+    is missing, or of other columns, cannot be taken up; factors then stay as they are."""
+    whole, part, other = (f"left/w{rows}" for rows in ("", "/rows-1-of-2", "/rows-0-of-2"))
+    own = {part: torch.zeros(1, 3)}
+    sources = partial(Compression.sources, None)  # type: ignore[arg-type]
+    assert sources(own, {whole: (1, 3)}) == {part: []}
+    assert sources({whole: torch.zeros(1, 3)}, {other: (1, 3), part: (1, 3)}) == {whole: [other]}
+    assert sources({whole: torch.zeros(2, 3)}, {part: (1, 3), other: (1, 3)}) == {whole: [other, part]}
+    for saved in ({}, {"left/v": (1, 3)}, {whole: (2, 4)}, {"left/w/tensor-0-of-2": (2, 3)}):
+        assert sources(own, saved) is None
+    assert sources({"shared/w": torch.zeros(3, 2)}, {"shared/w": (3, 4)}) == {"shared/w": []}
 
 
 def test_another_stage_has_its_own(ranks: Any, tmp_path: Path) -> None:

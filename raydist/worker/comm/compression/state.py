@@ -130,13 +130,13 @@ class Compression(StepHook):
             with_rows.setdefault(_rows(name)[0], []).append(name)
         found: dict[str, Sequence[str]] = {}
         for name, tensor in own.items():
-            shape = tuple(tensor.shape)
-            those = [s for s in with_rows.get(_rows(name)[0], ()) if s == name or _common(name, shape, s, saved[s])]
+            shape, every = tuple(tensor.shape), with_rows.get(_rows(name)[0], [])
+            those = [s for s in every if s == name or _common(name, shape, s, saved[s])]
             if name.startswith(SHARED):
                 found[name] = [s for s in those if saved[s] == shape][:1]
-            elif not those or any(saved[s] != shape if s == name else saved[s][1:] != shape[1:] for s in those):
+            elif not every or any(saved[s] != shape if s == name else saved[s][1:] != shape[1:] for s in those):
                 return None
-            else:
+            else:  # none of a part that only fills up
                 found[name] = those
         return found
 
