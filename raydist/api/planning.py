@@ -69,7 +69,7 @@ def plan(
     )  # fmt: skip
     check_numbers(1, efficiency=(efficiency, 0.01), jitter=(jitter, 0))
     from raydist.spec import load
-    from raydist.spec.load import source_of
+    from raydist.spec.load import naming, source_of
 
     given = set or {}
     if gpus is not None:
@@ -99,7 +99,8 @@ def plan(
         hardware = (chosen or speed.by_name(device_name())) if kind == "cuda" else speed.NO_GPU
         if not isinstance(hardware, str):
             hardware = hardware.but(efficiency, in_node, between_nodes)
-        model = planner.model()
+        with naming(source):
+            model = planner.model()
         if scaling:
             usual = JITTER if found is None or found.jitter is None else found.jitter
             assumed = Assumed(mtbf_h, usual if jitter is None else jitter, restart)

@@ -34,12 +34,14 @@ from torch.autograd.graph import get_gradient_edge
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.errors import RaydistError, UserError
+from raydist.extension_plans import strategy_plan
 from raydist.planner.facts import Activations, Model, Pass, Peak, Stage
 from raydist.planner.fake_module import FakeModule
 from raydist.planner.live import LiveBytes
 from raydist.planner.target import KERNELS, OnTarget
 from raydist.planner.tensor import EvenExchange, first_of
 from raydist.worker import lora
+from raydist.worker.comm import compressors
 from raydist.worker.dataloader import own_tokens
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
@@ -97,7 +99,23 @@ class Planner:
     def model(self) -> Model:
         """Its parameters and buffers, as one rank has them if there is `parallel.tensor`; and its stages in a pipeline."""
         with self._guard("built"):
-            parts = [(fake.facts, fake.blocks) for fake in self._parts(cast=False)]
+            return self._model()
+
+    def checked(self) -> Model | None:
+        """`model`; None where that is not known, because the model cannot be built without values. Raises UserError if raydist
+        would not train it."""
+        try:
+            with self._in_group():
+                return self._model()
+        except RaydistError:
+            raise
+        except Exception:  # whatever the user's code raises where there are no values
+            return None
+
+    def _model(self) -> Model:
+        parts = [(fake.facts, fake.blocks) for fake in self._parts(cast=False)]
+        for facts, _ in parts:  # a strategy of its own works on each stage
+            _refuse_compression(self._spec, facts)
         if self._shares is None:
             return parts[0][0]
         stages = tuple(Stage(m, b, share) for (m, b), share in zip(parts, self._shares, strict=True))
@@ -293,6 +311,19 @@ class Planner:
                     "a plan has tensors with shapes only: no .item(), no branch on a value, no weights from a file, no kernel "
                     "whose shapes torch does not know; make the model do without, or train a few steps and look at the peak memory",
                 ) from error
+
+
+def _refuse_compression(spec: JobSpec, model: Model) -> None:
+    """Raises UserError as a rank does, if the compressor can compress none of these parameters."""
+    comm, replicas = spec.comm, spec.cluster.most // spec.parallel.replica
+    if not comm.checks_shapes or replicas == 1:
+        return
+    plan, shard = strategy_plan(spec.parallel.strategy), spec.parallel.shard
+    # Copies of shards send the rows of one rank each. Without a fixed number of ranks a copy, they are known on the nodes alone.
+    rows = shard if shard is not None and plan is not None and plan.group is not None and replicas > shard else 1
+    compressors.refuse(
+        compressors.build(comm.compress, comm.options), {p.name: p.rows(rows) for p in model.params if p.trained}
+    )
 
 
 def _alike(parts: list[FakeModule]) -> bool:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import ValidationError
 
 from raydist import registry
+from raydist.errors import UserError
 from raydist.planner.advice import divisors, listed, value
 from raydist.planner.estimate import estimates, measured, refusal
 from raydist.planner.facts import Activations, Estimate, Machine, Model, Pass, Peak
@@ -97,7 +98,11 @@ def search(
     for job in _meshes(spec, machine, blocks, refused):
         job = _whole_rows(job)
         of_mesh = planner(job)
-        model, measure = of_mesh.model(), _Between(of_mesh.measure)
+        try:
+            model, measure = of_mesh.model(), _Between(of_mesh.measure)
+        except UserError as error:
+            refused[error.message] += 1
+            continue
         count = machine.ranks // job.parallel.replica
         strategies = planned(job) if replicas(job, machine) > 1 else (job.parallel.strategy,)
         for strategy in strategies:

@@ -701,6 +701,41 @@ def test_a_model_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> 
         Planner(reads, 32, "cpu").measure(Pass(4, "none", False, False))
 
 
+@pytest.mark.parametrize(
+    ("workers", "parallel", "most"),
+    [
+        (2, {}, 113),  # of the embedding, 1021 x 128
+        (4, {"strategy": "hsdp", "shard": 2}, 102),  # 511 rows on the ranks of a copy
+        (8, {"pipeline": 4}, 93),  # 344 x 128: two stages have neither embedding nor head
+        (4, {"tensor": 2}, 102),  # half of the embedding's rows
+        (4, {"tensor": 4}, None),  # one replica: nothing is compressed
+        (1, {}, None),
+    ],
+)
+def test_a_compressor_that_takes_no_matrix(workers: int, parallel: dict[str, Any], most: int | None) -> None:
+    """The model is refused as by a rank of the job's mesh, with the rank that would do."""
+
+    def planned(rank: int) -> Planner:
+        comm = {"compress": "powersgd", "options": {"rank": rank}}
+        return Planner(job(comm=comm, cluster={"workers": workers}, parallel=parallel), VOCAB, "cpu")
+
+    if most is None:
+        assert planned(128).checked() is not None
+        return
+    assert planned(most).checked() is not None
+    for check in (planned(most + 1).checked, planned(most + 1).model):
+        with pytest.raises(UserError, match=f"comm.options.rank: {most + 1}: no matrix .*\n.*at most {most}$"):
+            check()
+
+
+def test_what_cannot_be_built_without_values_is_not_checked() -> None:
+    """A plan says why; the start of a run leaves it to the workers."""
+    unbuilt = Planner(job(model={"name": "json:loads"}), VOCAB, "cpu")
+    assert unbuilt.checked() is None
+    with pytest.raises(UserError, match='model "json:loads" cannot be built without values: TypeError'):
+        unbuilt.model()
+
+
 # --- advice
 
 GIB = 2**30

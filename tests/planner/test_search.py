@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from raydist.cli import plan
-from raydist.errors import UsageError
+from raydist.errors import UsageError, UserError
 from raydist.planner.estimate import estimates
 from raydist.planner.facts import Activations, Machine, Model, Param, Pass, Peak, Stage
 from raydist.planner.measure import Planner
@@ -129,6 +129,22 @@ def test_a_mesh_where_no_replica_fits_on_a_rank() -> None:
     assert sum(result.too_large.values()) > 0
     # 8 x 2, 8 x 4; and 4 x 4, with tensor 1 and 2, and context 2.
     assert result.refused["more stages than blocks"] == 5
+
+
+def test_a_mesh_whose_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a compressor that takes no half of a matrix: counted with its reason, and the others are searched."""
+    whole = Blocks.model
+
+    def model(self: Blocks) -> Model:
+        if self.spec.parallel.tensor > 1:
+            raise UserError("no matrix is larger", "take more rows")
+        return whole(self)
+
+    monkeypatch.setattr(Blocks, "model", model)
+    result = found(100)
+    assert result.best
+    assert {one.spec.parallel.tensor for one in result.best} == {1}
+    assert result.refused["no matrix is larger"] > 1
 
 
 def test_experts_on_several_ranks() -> None:
