@@ -40,10 +40,10 @@ tools: $(VENV)/.test
 compiled: $(VENV)/.test
 	@$(BIN)/python -m compileall -q -j 0 raydist tests
 
-# All tests, two files at a time (tests/scheduling.py); -n 3 adds a process for files that mostly wait. With PYTEST_ARGS, such as "-k name -x" or "--lf", no tools are installed.
+# All tests: two files that compute at a time, and one that mostly waits (tests/scheduling.py). With PYTEST_ARGS, such as "-k name -x" or "--lf", no tools are installed.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(CI),--durations=25)
 test: $(VENV)/.test $(if $(PYTEST_ARGS),,tools compiled)
-	$(PYTEST) -n 2 tests $(PYTEST_ARGS)
+	$(PYTEST) -n 3 tests $(PYTEST_ARGS)
 
 # Of these only the whole command: on a private Ray, on clusters, on several hosts, under every fault. One file at a time.
 test-whole: $(VENV)/.test

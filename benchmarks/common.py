@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,20 @@ def machine() -> dict[str, Any]:
 
 def write(name: str, result: dict[str, Any], folder: Path = RESULTS, merge: bool = False) -> Path:
     """Writes FOLDER/NAME.json: the machine, then the result. `merge`: a run of some cases leaves the file's other cases, and of a
-    case the variants that it has not run, if they are of this machine, these versions and as many steps."""
+    case the variants that it has not run. Figures of another machine, other versions or another number of steps stay, too: the
+    first of NAME.json, NAME_2.json ... without such is written."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    if merge and path.exists():
+    path, here = folder / f"{name}.json", machine()
+    for number in count(2):
+        if not merge or not path.exists():
+            break
         before = json.loads(path.read_text())
-        if before.pop("machine") != machine() or before.get("steps") != result.get("steps"):
-            before = {}
-        both = {k: {**before[k], **v} for k, v in result.items() if {type(v), type(before.get(k))} == {dict}}
-        result = {**before, **result, **both}
-    path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+        if before.pop("machine") == here and before.get("steps") == result.get("steps"):
+            both = {k: {**before[k], **v} for k, v in result.items() if {type(v), type(before.get(k))} == {dict}}
+            result = {**before, **result, **both}
+            break
+        path = folder / f"{name}_{number}.json"
+    path.write_text(json.dumps({"machine": here, **result}, indent=1) + "\n")
     return path
 
 

@@ -28,7 +28,8 @@ all-gather of zero1 and zero2 (raydist/worker/comm/gloo_p2p.py). Asked: 0.9 at 1
 With `--loss STEPS` it trains instead, on Python's standard library, and gives the loss on held-out text after as many steps of
 equal tokens, for three seeds of each variant.
 
-Figures of cases and variants that a run leaves out stay in the file. A variant's ratio is over the baseline of its own run.
+Figures of cases and variants that a run leaves out stay in the file, and those of another machine or number of steps in theirs: the
+result then goes to a file beside it, whose name is printed. A variant's ratio is over the baseline of its own run.
 """
 
 from __future__ import annotations

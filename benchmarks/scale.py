@@ -1,6 +1,6 @@
 """The control plane of a run with 104 to 20,000 ranks: seconds to start an attempt and to replace a failed one, memory, messages.
 
-    python benchmarks/scale.py [--ranks 104 1000 4000 10000 20000] [--hosts 2] [--steady 10] [--beat 1] [--lost 8]
+    python benchmarks/scale.py [--ranks 104 1000 4000 10000 20000] [--hosts 2] [--steady 10] [--lost 8]
 
 A private Ray with the real Supervisor, RestartLoop, Elasticity, Group and MemoryCheckpoints in this process, and the real
 Coordinator and RunMonitor as actors. The nodes, with 8 ranks each, are simulated in `--hosts` more actors (scale_nodes.py), whose
@@ -16,8 +16,7 @@ one, the run ends, and the same command continues it (tests/end_to_end/test_node
 cut off from when the coordinator noticed it, `--lost` seconds after its last beat. "over": the same until the driver had the result
 of the attempt; "first order". Processor time is that of the process in these seconds. All share this machine's cores: on a cluster
 the simulated agents would not. "messages": to the coordinator, beats included; the other counts are of the calls in them (of `next`
-and `ended` one a rank), and of the driver's calls of memory stores. `--beat`: seconds between two beats of a node.
-With 10,000 ranks the simulated nodes need about a core of their own: on a machine without it, give larger values of both.
+and `ended` one a rank), and of the driver's calls of memory stores.
 
 Prints a table over the sizes and draws it (docs/images/scale.svg). A size that fails is in the result with what failed: what breaks
 first beyond the largest one that holds.
@@ -124,9 +123,7 @@ class Run:
         """The figures so far."""
         self._sent: Counter[str] = Counter()
         host = ray.remote(Host).options(num_cpus=0, max_concurrency=100_000)
-        self.cluster = Cluster(
-            ranks // PER_NODE, [host.remote(options.beat) for _ in range(options.hosts)], options.lost
-        )
+        self.cluster = Cluster(ranks // PER_NODE, [host.remote() for _ in range(options.hosts)], options.lost)
         self.run = RunDir(f"{folder}/run-{ranks}")
         spec = JobSpec.model_validate(
             {
@@ -283,7 +280,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[104, 1000, 4000, 10_000, 20_000])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--steady", type=float, default=10.0)
-    parser.add_argument("--beat", type=float, default=1.0)
     parser.add_argument("--lost", type=float, default=coordinator.LOST_S)
     options = parser.parse_args()
     found = {}
@@ -301,7 +297,7 @@ def main() -> None:
                     found[str(ranks)] = {**run.found, "failed": str(error)[:500]}
                     run.cluster.close()
         print(ranks, found[str(ranks)], flush=True)
-        asked = {"load": os.getloadavg(), "beat_s": options.beat, "lost_s": options.lost}
+        asked = {"load": os.getloadavg(), "lost_s": options.lost}
         path = write("scale", {**asked, "ranks": found})
     print(table(found))
     print(path, draw(found))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raydist.checkpoint.memory_layout import Shard
+from raydist.cluster.run import coordinator
 from raydist.cluster.run.memory_checkpoint_recovery import Copy, Inventory
 from raydist.launch.relay import MergedCalls
 from raydist.records import StepRecord
@@ -64,8 +65,8 @@ class Kept:
 class Host:
     """The fake agents and memory stores of some nodes: an asyncio actor."""
 
-    def __init__(self, beat_s: float) -> None:
-        self.beat_s = beat_s
+    def __init__(self) -> None:
+        self.beat_s = coordinator.BEAT_S
         self.agents: dict[int, Agent] = {}
         self.kept: dict[str, Kept] = {}
         self.left, self.closed = asyncio.Event(), asyncio.Event()
@@ -222,6 +223,7 @@ class Host:
         agent.rank, agent.attempt = int(order["env"]["RANK"]), order["attempt"]
         found = self.orders.setdefault(agent.attempt, Orders(first=time.time()))
         found.count, found.last, found.job = found.count + 1, time.time(), order["job"]
+        self.beat_s = order["beat_s"]
         if agent.rank == 0:
             self.running.add(asyncio.create_task(self._records(agent, order)))
 

@@ -82,12 +82,14 @@ class CompressorPlan:
     gradient with its default options, about. `outer`: it may round outer gradients (`comm.every`), without error feedback.
     `loss_increase`: what it added to the loss with these options, in nats a byte, in the training of docs/how-to/communication.md
     (320 steps of a small GPT from scratch), 0 where that is within the spread of seeds; None: not known, `auto` does not take it.
+    `checks_shapes`: its `refuse` refuses models by the shapes of their parameters; it is called before workers start, too.
     """
 
     feedback: bool = False
     bits: float = 32.0
     outer: bool = False
     loss_increase: float | None = None
+    checks_shapes: bool = False
 
 
 def strategy_plan(name: str) -> StrategyPlan | None:

@@ -11,6 +11,7 @@ import importlib
 import os
 import re
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,18 @@ def described(kind: str, name: str, what: str) -> Any:
     The file is not imported: only the statements that `what` needs are run (`pysource.pick`). They must not need torch. Raises
     ExtensionNotFound where they fail.
     """
-    if ":" in name and not _trusted:
-        return None
+    if ":" not in name:
+        return _built_in(kind, name, what)
+    return _described(kind, name, what) if _trusted else None
+
+
+@cache
+def _built_in(kind: str, name: str, what: str) -> Any:
+    """`described` of a built-in, whose file does not change: a search of meshes asks thousands of times."""
+    return _described(kind, name, what)
+
+
+def _described(kind: str, name: str, what: str) -> Any:
     module = name.partition(":")[0] if ":" in name else _module(kind, name)
     try:
         path = _file(kind, name)

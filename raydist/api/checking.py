@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import tempfile
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist.api.call import check_numbers, separate
-from raydist.errors import StorageError, UsageError
+from raydist.api.training import check_model
+from raydist.errors import DataError, StorageError, UsageError
 from raydist.run.directory import default_storage
 from raydist.storage import Storage
 
@@ -41,8 +43,12 @@ def check(
     from raydist.cluster.run.request import worker_env
     from raydist.cluster.session import open_session
     from raydist.spec import load
+    from raydist.spec.load import source_of
 
     job = load(_NO_JOB if spec is None else spec, set or {})
+    if spec is not None:
+        with suppress(DataError):  # its data need not be here yet: the start of the run looks at them
+            check_model(job, source_of(spec))
     home = _writable(Storage(storage or default_storage()))
     with (
         tempfile.TemporaryDirectory(prefix="raydist-logs-") as logs,

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from raydist.api import speed
@@ -69,7 +69,7 @@ def plan(
     )  # fmt: skip
     check_numbers(1, efficiency=(efficiency, 0.01), jitter=(jitter, 0))
     from raydist.spec import load
-    from raydist.spec.load import source_of
+    from raydist.spec.load import naming, source_of
 
     given = set or {}
     if gpus is not None:
@@ -85,7 +85,7 @@ def plan(
     size = parse_size(memory) if memory else None
     chosen = speed.named(device) if device else None
     vocab_size = vocab or vocabulary(job.data)
-    with progress() as measuring:
+    with progress() as measuring, ExitStack() as held:
         measuring("importing torch")
         from raydist.planner.advice import advise
         from raydist.planner.facts import Machine
@@ -96,10 +96,12 @@ def plan(
         kind, because = target(job, asked=any((gpus, memory, device)), here=here is not None)
         machine = Machine(job.cluster.most, gpus_per_node, kind, size or (here if kind == "cuda" else None))
         planner = Planner(job, vocab_size, kind, measuring)
+        held.enter_context(planner.keeping_group())
         hardware = (chosen or speed.by_name(device_name())) if kind == "cuda" else speed.NO_GPU
         if not isinstance(hardware, str):
             hardware = hardware.but(efficiency, in_node, between_nodes)
-        model = planner.model()
+        with naming(source):
+            model = planner.model()
         if scaling:
             usual = JITTER if found is None or found.jitter is None else found.jitter
             assumed = Assumed(mtbf_h, usual if jitter is None else jitter, restart)
@@ -177,6 +179,7 @@ def searched(
         "machine": _machine(machine, because),
         "speed": speed.assumptions(job, device, planner.flops_per_token()),
         "combinations": found.combinations,
+        "slower": found.slower,
         "refused": found.refused,
         "too_large": found.too_large,
         "seconds": round(time.perf_counter() - begun, 1),

@@ -52,7 +52,7 @@ def scaled(
     flops = planner.flops_per_token()
 
     def step(asked: JobSpec, here: Machine) -> Speed:
-        passes = estimate.measured(strategy, asked, here, model, planner.measure)
+        passes = estimate.measured(strategy, asked, here, model, planner.sends)
         return estimated(strategy, asked, here, model, device, flops, passes)
 
     points, refused = forecast(job, machine, step, _saves(job, model, device.host, measured), assumed, weak=weak)

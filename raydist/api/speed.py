@@ -166,8 +166,8 @@ class SpeedEstimator:
         if job.parallel.replica > 1:  # ranks of a replica send what a pass says
             from raydist.planner.measure import Planner
 
-            measure = Planner(job, vocabulary(job.data), "cuda").measure
-            passes = estimate.measured(strategy, job, machine, model, measure)
+            sends = Planner(job, vocabulary(job.data), "cuda").sends
+            passes = estimate.measured(strategy, job, machine, model, sends)
         return speed(strategy, job, machine, model, self._device, flops, passes).tokens_per_second
 
     def _model(self, job: JobSpec) -> tuple[Model, float]:

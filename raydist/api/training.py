@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from raydist import registry
 from raydist.api.call import Call
 from raydist.errors import RunNotFound, UsageError, UserError
+from raydist.planner.vocabulary import vocabulary
 from raydist.report.starting import Starting
 from raydist.run.directory import LOGS, SPEC, RunDir, check_name, default_storage, start_anew
 from raydist.storage import Storage
@@ -83,9 +84,7 @@ def train(
         exporters = resolve([e.model_dump() for e in job.observe.exporters], run)
         starting.stage("data")
         dataset, total = _data(job, home, starting)
-        if job.parallel.pipeline > 1 and registry.is_own(job.model.name):
-            # Neither the spec nor this process, which never imports torch, knows its blocks.
-            Call("raydist.planner.stages:check", {"spec": job, "vocab_size": dataset.vocab_size}, tied=False).wait()
+        check_model(job, source_of(spec), dataset.vocab_size)
         starting.stage("run")
         with DriverLease(run, wait_s=wait_for_driver) as lease:
             if fresh and run.exists():
@@ -99,6 +98,18 @@ def train(
                 exclude_slow=exclude_slow, dashboard=dashboard,
             )  # fmt: skip
         return Ended(run, code, dataset)
+
+
+def check_model(job: JobSpec, source: str, vocab_size: int | None = None) -> None:
+    """What workers refuse once they have the model, in a process of its own: neither the spec nor this process, which never imports
+    torch, knows the blocks of a model of one's own, or any parameters. `vocab_size`: None for that of the job's tokenizer.
+
+    Raises UserError, which names `source`; DataError.
+    """
+    if job.comm.checks_shapes or (job.parallel.pipeline > 1 and registry.is_own(job.model.name)):
+        words = vocabulary(job.data) if vocab_size is None else vocab_size
+        given = {"spec": job, "vocab_size": words, "source": source}
+        Call("raydist.planner.early:check", given, tied=False).wait()
 
 
 def _data(job: JobSpec, home: str, starting: Starting) -> tuple[TokenDataset, int]:

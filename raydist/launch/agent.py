@@ -63,7 +63,7 @@ class _Agent:
     def __init__(self, config: dict[str, Any]) -> None:
         self._coordinator, self._group = config["coordinator"], config["group"]
         self._number, self._local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-        self._left = threading.Event()
+        self._left, self._beat_s = threading.Event(), _BEAT_S
         registry.own_code_last(config["folder"])  # on a cluster Ray has put it first; ranks get this process's path
         self.node_ip = ray.util.get_node_ip_address()
         self._node = ray.get_runtime_context().get_node_id()
@@ -89,6 +89,7 @@ class _Agent:
                     return
                 case "train":
                     self._link.connect()
+                    self._beat_s = order["beat_s"]
                     self._attempt = _Attempt(self, order)
                 case "look" if self._attempt is not None:
                     threading.Thread(target=self._attempt.look, name="raydist-look", daemon=True).start()
@@ -105,14 +106,16 @@ class _Agent:
             self._attempt.wait_for_output(_OUTPUT_S)
 
     def beat(self) -> None:
-        """Sends a heartbeat to the coordinator every second. If it is disconnected or replaced, the agent and its rank exit."""
+        """Sends heartbeats to the coordinator, as often as its orders say. If the agent is disconnected or replaced, it exits with
+        its rank.
+        """
         last_message = time.monotonic()
-        while not self._left.wait(_BEAT_S - BEAT_WINDOW_S if self._link.merged else _BEAT_S):
+        while not self._left.wait(self._beat_s - BEAT_WINDOW_S if self._link.merged else self._beat_s):
             ours = True
             with contextlib.suppress(RayError, TimeoutError):
                 ours = self.tell("beat", self._number, timeout_s=_DISCONNECTED_S)
                 last_message = time.monotonic()
-            if not ours or time.monotonic() - last_message > _DISCONNECTED_S:
+            if not ours or time.monotonic() - last_message > _DISCONNECTED_S + 2 * self._beat_s:
                 self.server.close()
                 os._exit(1)
 

@@ -27,7 +27,7 @@ import xxhash
 from raydist import registry
 from raydist.checkpoint import manifest, mirrors, retention
 from raydist.errors import TrainingStopped, UsageError
-from raydist.run.directory import RunDir, manifest_name
+from raydist.run.directory import BUCKETS, COMM, RunDir, manifest_name
 from raydist.run.log import SINGLE, read_steps
 from raydist.spec import JobSpec, dump, read_stored
 
@@ -149,11 +149,14 @@ def _refuse(spec: JobSpec, run: RunDir, before: tuple[int, ...], workers: int) -
 
 @contextmanager
 def _copied(run: RunDir, step: int) -> Iterator[RunDir]:
-    """A run with that checkpoint alone; deleted on exit."""
+    """A run with that checkpoint alone, and with what the run has chosen by measurement, which the same bits depend on; deleted on
+    exit."""
     name = f"{run.name}.replay-{os.getpid()}"
     copy = RunDir(run.home.at(name))
     try:
         mirrors.copy(run, copy, step, manifest_name(manifest.read(run, step).attempt))
+        for chosen in (name for folder in (BUCKETS, COMM) for name in run.storage.files(folder)):
+            copy.storage.write(chosen, run.storage.read(chosen))
         yield copy
     finally:
         for name in [*copy.storage.folders(), *copy.storage.files(unfinished=True)]:

@@ -6,13 +6,31 @@ Runs anywhere. Plain python: no torch, no ray.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 ROOT = -1
 """Unit of the parameters that belong to no block."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _once(method: Callable[Concatenate[Model, P], R]) -> Callable[Concatenate[Model, P], R]:
+    """Keeps what a method of a `Model` returns for the same arguments."""
+
+    @wraps(method)
+    def call(self: Model, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        key = (method.__name__, args, *kwargs.items())
+        if key not in self._known:
+            self._known[key] = method(self, *args, **kwargs)
+        found: R = self._known[key]
+        return found
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +66,8 @@ class Model:
     params: tuple[Param, ...]
     buffers: int
     stages: tuple[Stage, ...] = ()
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Sums, as methods have returned them: a search of meshes asks for each of them thousands of times."""
 
     def most_trained(self, ranks: int) -> int:
         """Number of trained parameters of the rank with the most, of `ranks` in a pipeline."""
@@ -55,21 +75,39 @@ class Model:
             return self.size(trained=True)
         return max(sum(s.model.size(trained=True) for s in self.stages[rank::ranks]) for rank in range(ranks))
 
-    def by_replicas(self, ranks: int) -> Iterator[tuple[Model, int]]:
+    @_once
+    def by_replicas(self, ranks: int) -> tuple[tuple[Model, int], ...]:
         """Its experts on several ranks and its other parameters, each as a model of its own, with the replicas of it, where there
         are `ranks` of the latter: a strategy of its own works on each."""
+        found = []
         for each in dict.fromkeys(p.replicas for p in self.params):
             own = tuple(replace(p, replicas=Fraction(1)) for p in self.params if p.replicas == each)
-            yield Model(own, self.buffers if each == 1 else 0), max(int(ranks * each), 1)
+            found.append((Model(own, self.buffers if each == 1 else 0), max(int(ranks * each), 1)))
+        return (*found,)
 
     @property
+    @_once
     def blocks(self) -> int:
         """The number of its blocks."""
         return sum(stage.blocks for stage in self.stages) or len({p.unit for p in self.params if p.unit != ROOT})
 
     def size(self, trained: bool = False) -> int:
         """Number of parameters that a rank has; or of the trained ones."""
-        return sum(p.part(1) for p in self.params if p.trained or not trained)
+        return sum(self.units(1, trained).values())
+
+    @_once
+    def units(self, ranks: int, trained: bool = False) -> dict[int, int]:
+        """Unit -> elements of one rank's part of it, of `ranks`, padded to the largest rank's rows. Not to be changed."""
+        found: dict[int, int] = {}
+        for p in self.params:
+            if p.trained or not trained:
+                found[p.unit] = found.get(p.unit, 0) + p.part(ranks)
+        return found
+
+    @_once
+    def whole_in_group(self, ranks: int) -> int:
+        """Trained elements of one of `ranks` that each rank of a tensor group has."""
+        return sum(p.part(ranks) for p in self.params if p.trained and p.whole is None)
 
     def whole_size(self, trained: bool = False) -> int:
         """The same of the whole model."""

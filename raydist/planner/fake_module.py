@@ -31,9 +31,16 @@ class FakeModule:
     def __init__(self, module: nn.Module, whole: Mapping[str, torch.Size], replicas: Mapping[str, Fraction]) -> None:
         """`whole`: the shapes of its parameters before it was split; `replicas`: of experts, see `Param`."""
         self.module = module
-        self.of_blocks = [block for _, block in blocks_of(module)]
+        named = blocks_of(module)
+        self.of_blocks = [block for _, block in named]
         self.blocks = len(self.of_blocks)
-        units = {id(p): i for i, block in reversed(list(enumerate(self.of_blocks))) for p in block.parameters()}
+        self._units = {id(p): i for i, block in reversed(list(enumerate(self.of_blocks))) for p in block.parameters()}
+        units = self._units
+        self.within = {
+            name: name.removeprefix(f"{named[unit][0]}.") if (unit := units.get(id(p), ROOT)) != ROOT else name
+            for name, p in module.named_parameters()
+        }
+        """The name of each parameter within its block."""
         self.facts = Model(
             tuple(
                 Param(
@@ -50,10 +57,17 @@ class FakeModule:
         )
         self._live: LiveBytes | None = None
         self._unit: dict[int, list[Tensor]] = {}
-        for p in module.parameters():
+        self._hooked = False
+        self.handed_on: int | None = None
+        """Bytes of a block's output in the last pass, if that is one tensor."""
+
+    def _hook(self) -> None:
+        self._hooked = True
+        for p in self.module.parameters():
             if p.requires_grad:
-                self._unit.setdefault(units.get(id(p), ROOT), []).append(p)
-                gradient = partial(self._has_gradient, units.get(id(p), ROOT))
+                unit = self._units.get(id(p), ROOT)
+                self._unit.setdefault(unit, []).append(p)
+                gradient = partial(self._has_gradient, unit)
                 p.register_post_accumulate_grad_hook(gradient)  # type: ignore[no-untyped-call]
         for i, block in enumerate(self.of_blocks):
             block.register_forward_pre_hook(partial(self._entered, i))
@@ -61,6 +75,8 @@ class FakeModule:
 
     def watch(self, live: LiveBytes, hold: bool) -> None:
         """Reports to `live`. `hold`: see `Pass`."""
+        if not self._hooked:
+            self._hook()
         self._live, self._hold = live, hold
         self._missing = {unit: len(members) for unit, members in self._unit.items()}
 
@@ -76,6 +92,7 @@ class FakeModule:
         if self._live is None or self._live.phase == "backward":
             return
         self._live.phase = "loss"  # until the next block, if there is one
+        self.handed_on = out.nbytes if isinstance(out, Tensor) else None
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._comes_back, number))  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ from raydist.planner.facts import Phase
 from raydist.worker.metrics.collective_counters import sent_by
 
 Tag = Literal["whole", "activations", "loss"]
+AFTER = -1
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -38,18 +39,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase: Phase = "forward"
         self.block = 0
         self.operators: set[str] = set()
-        self.sent = 0.0
+        self.sent: dict[int, float] = {}
+        """By block; of what comes after the last one, at AFTER. What comes before the first one counts there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
         self.operators.add(name)
         if func.namespace == "c10d":
-            self.sent += sent_by(name, args)
+            part = AFTER if self.phase == "loss" else self.block
+            self.sent[part] = self.sent.get(part, 0.0) + sent_by(name, args)
         tag: Tag = "loss" if self.phase == "loss" else "activations"
         if func is torch.ops.aten._to_copy.default and self._is_ignored(args[0]):
             tag = "whole"  # a weight, cast by autocast
-        for tensor in tree_leaves(made):
+        for tensor in (made,) if isinstance(made, Tensor) else tree_leaves(made):
             if isinstance(tensor, Tensor):
                 self._see(tensor, tag)
         return made

@@ -8,9 +8,8 @@ there, and attention takes another path. They are fake *CPU* tensors, because a 
 fake CUDA tensors; for GPU jobs, target.py emulates the differences.
 
 With `parallel.tensor` the model is split as on the first rank of a tensor group, whose collectives send nothing, but are counted;
-with `parallel.context` as on the first of the ranks that share a sequence, with its part of the tokens;
-with `parallel.expert` as on the first of the ranks that share the experts, each of which gets as many tokens as any other.
-Such a model is built for each measurement, because it belongs to its process group.
+with `parallel.context` as on the first of those that share a sequence, with its tokens; with `parallel.expert` as on the first
+that shares the experts, each of which gets as many tokens as any other. Such a model belongs to its process group.
 
 With `parallel.pipeline` the stages are cut as in a run, and each is measured with an input like the output of the stage before.
 
@@ -28,17 +27,17 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from raydist import registry
 from raydist.data.batches import MicroBatch
 from raydist.errors import RaydistError, UserError
-from raydist.planner.facts import Activations, Model, Pass, Peak, Stage
+from raydist.planner.common import Common, Sent, Unsplit, cut_key, refuse_compression
+from raydist.planner.facts import ROOT, Activations, Model, Param, Pass, Peak, Stage
 from raydist.planner.fake_module import FakeModule
-from raydist.planner.live import LiveBytes
+from raydist.planner.live import AFTER, LiveBytes
 from raydist.planner.target import KERNELS, OnTarget
-from raydist.planner.tensor import EvenExchange, first_of
+from raydist.planner.tensor import EvenExchange
 from raydist.worker import lora
 from raydist.worker.dataloader import own_tokens
 from raydist.worker.loss import build as build_loss
@@ -62,8 +61,8 @@ _FEW = 3
 class Planner:
     """A model of a job on fake tensors. `target` is the device type that it will train on: cuda or cpu.
 
-    `measuring` gets a text at the start of each measurement. `shorter`: planners of the same job with other meshes share it; they
-    measure each kind of stage once. Raises UserError if the model cannot be built, cut or run without values.
+    `measuring` gets a text at the start of each measurement. `common`: of planners of the same job with other meshes. Raises
+    UserError if the model cannot be built, cut or run without values.
     """
 
     def __init__(
@@ -72,42 +71,88 @@ class Planner:
         vocab_size: int,
         target: Literal["cuda", "cpu"],
         measuring: Callable[[str], None] = lambda text: None,
-        shorter: dict[tuple[int, ...], Planner] | None = None,
+        common: Common | None = None,
     ) -> None:
         self._spec, self._vocab = spec, spec.model.rows(vocab_size)
         self._target, self._measuring = target, measuring
         self._build = cast(Callable[..., nn.Module], registry.load("model", spec.model.name))
         self._loss = build_loss(spec)
-        # Constants in the user's module are real tensors.
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._mesh: Mesh | None = None
         self._models: dict[bool, list[FakeModule]] = {}
         self._known: dict[Pass, Activations] = {}
-        self._shorter = {} if shorter is None else shorter
-        """Planners of the same model with fewer blocks, by (tensor, context, expert, blocks of each stage)."""
-        self._blocks: tuple[int, ...] = ()
-        """Of each stage, once the model was built; and whether all are equal."""
-        self._alike = False
+        self._sent: dict[Pass, Sent] = {}
+        self._common = Common() if common is None else common
+        self._fake = self._common.fake
+        self._own: Unsplit | None = None
         self._exits: list[tuple[tuple[int, ...], torch.dtype]] = []
         """What stages hand on, as far as it was needed."""
-        self._shares: tuple[float, ...] | None = None
         self.attention = "none"
         """The kernel that scaled_dot_product_attention used. `math` keeps T x T matrices for backward, the others do not."""
 
     def model(self) -> Model:
         """Its parameters and buffers, as one rank has them if there is `parallel.tensor`; and its stages in a pipeline."""
+        parallel, models, unsplit = self._spec.parallel, self._common.models, self._unsplit()
+        key = (parallel.tensor, parallel.expert, *cut_key(self._spec))
+        if key not in models:
+            facts = [part.facts for part in unsplit.parts]
+            if parallel.tensor * parallel.expert > 1:
+                facts = self._facts_of_shorter(unsplit.parts) if _repeats(unsplit) else self._facts_in_group()
+            models[key] = facts[0]
+            if unsplit.shares is not None:
+                stages = tuple(Stage(*each) for each in zip(facts, unsplit.blocks, unsplit.shares, strict=True))
+                params = {p.name: p for model in facts for p in model.params}  # tied weights of two stages count once
+                models[key] = Model((*params.values(),), max(model.buffers for model in facts), stages)
+        for each in [stage.model for stage in models[key].stages] or [models[key]]:  # strategies work on stages
+            refuse_compression(self._spec, each)
+        return models[key]
+
+    def checked(self) -> Model | None:
+        """`model`; None where it cannot be built without values. Raises UserError if raydist would not train it."""
+        try:
+            return self.model()
+        except UserError as error:
+            if error.__cause__ is None:  # else the user's code raised it
+                raise
+            return None
+
+    def _facts_in_group(self) -> list[Model]:
         with self._guard("built"):
-            parts = [(fake.facts, fake.blocks) for fake in self._parts(cast=False)]
-        if self._shares is None:
-            return parts[0][0]
-        stages = tuple(Stage(m, b, share) for (m, b), share in zip(parts, self._shares, strict=True))
-        params = {p.name: p for model, _ in parts for p in model.params}  # tied weights of two stages count once
-        return Model((*params.values(),), max(model.buffers for model, _ in parts), stages)
+            return [part.facts for part in self._parts(cast=False)]
+
+    def _facts_of_shorter(self, parts: list[FakeModule]) -> list[Model]:
+        """The same, from a model with fewer blocks: each block is split as any other."""
+        short = self._shorter((_FEW - 1,))
+        with short._guard("built"):
+            (fake,) = short._parts(cast=False)
+        like = {(p.unit == ROOT, fake.within[p.name]): p for p in fake.facts.params}
+
+        def split(part: FakeModule, p: Param) -> Param:
+            return replace(like[p.unit == ROOT, part.within[p.name]], name=p.name, unit=p.unit)
+
+        return [replace(part.facts, params=tuple(split(part, p) for p in part.facts.params)) for part in parts]
 
     def flops_per_token(self) -> float:
         """FLOPs per token of training, of all ranks of a tensor group, without recomputation."""
-        with self._guard("built"):
-            return flops_per_token(self._whole(), self._spec.largest_pass[1])
+        with self._errors("built"):
+            whole, _ = self._common.whole(self._spec, self._whole)
+            return flops_per_token(whole, self._spec.largest_pass[1])
+
+    def sends(self, how: Pass) -> Activations:
+        """What a micro-batch of a stage sends, as `measure` has it, without memory: one pass of a model with two blocks has it of
+        all stages of equal blocks."""
+        unsplit = self._unsplit()
+        if not _repeats(unsplit):
+            return self.measure(how)
+        short, one = self._shorter((2,)), replace(how, stage=0)
+        short._by_block(one)
+        sent = short._sent[one]
+        if sent.handed_on is None:
+            return self.measure(how)
+        is_first, is_last = how.stage == 0, how.stage == len(unsplit.blocks) - 1
+        blocks = unsplit.blocks[how.stage]
+        tensor_sent = (sent.first if is_first else sent.further) + (blocks - 1) * sent.further + is_last * sent.after
+        passed_on = 0 if is_last else sent.handed_on
+        return Activations(0, (), tensor_sent, passed_on=passed_on, exchanged=blocks * sent.exchanged)
 
     def measure(self, how: Pass) -> Activations:
         """One micro-batch, forward and backward, with the peak of each phase. Results are cached."""
@@ -119,49 +164,61 @@ class Planner:
     def _by_block(self, how: Pass) -> Activations:
         """With the peaks of each block; of many equal blocks, those of the first and the last one."""
         if how not in self._known:
-            if not self._blocks:
-                with self._guard("built"):
-                    self._parts(how.cast)
-            blocks = self._blocks[how.stage]
-            if self._alike and blocks > _FEW:
-                few, more = (self._with_blocks(n, how) for n in (_FEW - 1, _FEW))
+            unsplit = self._unsplit()
+            blocks, stages = unsplit.blocks[how.stage], len(unsplit.blocks)
+            if unsplit.alike and blocks > _FEW:
+                few, more = (self._with_blocks(n, stages, how) for n in (_FEW - 1, _FEW))
                 self._known[how] = _extrapolated(few, more, blocks - _FEW)
-            elif self._alike and sum(self._cut_around(blocks, how)) < sum(self._blocks):
-                self._known[how] = self._with_blocks(blocks, how)
+            elif unsplit.alike and sum(_cut_around(blocks, stages, how)) < sum(unsplit.blocks):
+                self._known[how] = self._with_blocks(blocks, stages, how)
             else:
                 with self._guard("run"):
                     parts = self._parts(how.cast)
                     again = "nothing" if how.checkpoint == "none" else how.checkpoint
                     # Of blocks that differ every stage is needed, and a model in a group is built for each measurement.
-                    for stage in [how.stage] if self._alike else range(len(parts)):
-                        count, one = self._blocks[stage], replace(how, stage=stage)
+                    for stage in [how.stage] if unsplit.alike else range(stages):
+                        count, one = unsplit.blocks[stage], replace(how, stage=stage)
                         self._measuring(f"micro-batch {how.micro_batch} in {count} blocks, {again} computed again")
                         self._known[one] = self._measure(parts, one)
         return self._known[how]
 
     def of(self, spec: JobSpec) -> Planner:
         """Of the same job on another mesh, which shares measured passes."""
-        return Planner(spec, self._vocab, self._target, self._measuring, self._shorter)
+        return Planner(spec, self._vocab, self._target, self._measuring, self._common)
 
-    def _cut_around(self, count: int, how: Pass) -> tuple[int, ...]:
-        """Blocks of the stages of the smallest model that has a stage like that of a pass, with `count` blocks."""
-        return (*(1,) * (how.stage > 0), count, *(1,) * (how.stage < len(self._blocks) - 1))
+    @contextmanager
+    def keeping_group(self) -> Iterator[None]:
+        """In the block, the process group of a measurement stays for the next one, and what was built in it."""
+        self._common.group.keep()
+        try:
+            yield
+        finally:
+            self._common.group.close()
 
-    def _with_blocks(self, count: int, how: Pass) -> Activations:
+    def _with_blocks(self, count: int, stages: int, how: Pass) -> Activations:
         """The same pass, if its stage had `count` blocks."""
-        cut = self._cut_around(count, how)
-        parallel = self._spec.parallel
-        key = (parallel.tensor, parallel.context, parallel.expert, *cut)
-        if key not in self._shorter:
-            fields = {"pipeline": len(cut), "chunks": 1, "pipeline_cut": [*cut] if len(cut) > 1 else None}
-            stages = {f"parallel.{name}": value for name, value in fields.items()}
-            spec = self._spec.with_fields({"model.layers": sum(cut), **stages})
-            self._shorter[key] = Planner(spec, self._vocab, self._target, self._measuring)
-        shorter = self._shorter[key]
+        shorter = self._shorter(_cut_around(count, stages, how))
         found = shorter._by_block(replace(how, stage=int(how.stage > 0)))
         if shorter.attention != "none":
             self.attention = shorter.attention
         return found
+
+    def _shorter(self, cut: tuple[int, ...]) -> Planner:
+        """Of the same model with so many blocks in each stage."""
+        parallel, known = self._spec.parallel, self._common.shorter
+        key = (parallel.tensor, parallel.context, parallel.expert, *cut)
+        if key not in known:
+            fields = {"pipeline": len(cut), "chunks": 1, "pipeline_cut": [*cut] if len(cut) > 1 else None}
+            stages = {f"parallel.{name}": value for name, value in fields.items()}
+            known[key] = self.of(self._spec.with_fields({"model.layers": sum(cut), **stages}))
+        return known[key]
+
+    def _unsplit(self) -> Unsplit:
+        """The model, or its stages, as one rank alone would have them."""
+        if self._own is None:
+            with self._errors("built"), self._fake:
+                self._own = self._common.unsplit(self._spec, self._whole)
+        return self._own
 
     def _whole(self) -> nn.Module:
         self._measuring("building the model")
@@ -172,7 +229,9 @@ class Planner:
             return made
 
     def _parts(self, cast: bool) -> list[FakeModule]:
-        """The model, or its stages."""
+        """The model, or its stages, as a rank has them."""
+        if self._mesh is None and not cast:
+            return self._unsplit().parts
         if cast not in self._models:
             module = self._whole()
             whole = {name: p.shape for name, p in module.named_parameters()}
@@ -183,13 +242,8 @@ class Planner:
                 replicas = dict.fromkeys(split.experts or (), experts) if split is not None else {}
                 if cast:
                     _cast(module, DTYPES[self._spec.precision.params])
-                self._shares = cuts.shares if cuts is not None else None
                 parts = [FakeModule(part, whole, replicas) for part in (cuts.parts(module) if cuts else [module])]
                 self._models[cast] = parts
-            self._blocks = tuple(part.blocks for part in parts)
-            name = self._spec.model.name
-            by_layers = name in registry.names("model") and registry.described("model", name, "BY_LAYERS") is not False
-            self._alike = by_layers and _alike(parts)
         return self._models[cast]
 
     def _split(self, module: nn.Module) -> LayerSplit | None:
@@ -263,7 +317,11 @@ class Planner:
             self.attention = " and ".join(sorted(KERNELS[n] for n in live.operators & KERNELS.keys())) or "math"
         peaks = tuple(Peak(phase, **worst, block=block) for (phase, block), worst in live.peaks.items())
         exchanged += sum(exchange.sent for exchange in exchanges)
-        return Activations(saved, peaks, max(round(live.sent) - exchanged, 0), copied, passed_on, exchanged)
+        each = exchanged // max(made.blocks, 1)
+        first, further, after = (round(live.sent.get(part, 0.0)) for part in (0, 1, AFTER))
+        self._sent[how] = Sent(max(first - each, 0), max(further - each, 0), after, each, made.handed_on)
+        sent = round(sum(live.sent.values())) - exchanged
+        return Activations(saved, peaks, max(sent, 0), copied, passed_on, exchanged)
 
     @contextmanager
     def _in_group(self) -> Iterator[None]:
@@ -272,33 +330,41 @@ class Planner:
         if parallel.tensor == parallel.expert == parallel.context == 1:
             yield
             return
-        with first_of(parallel.tensor, parallel.expert, parallel.context) as self._mesh:
+        sizes = (parallel.tensor, parallel.expert, parallel.context)
+        with self._common.group.of(*sizes, self._models) as self._mesh:
             try:
                 yield
             finally:
                 self._mesh = None
-                self._models.clear()
 
     @contextmanager
     def _guard(self, what: str) -> Iterator[None]:
-        with self._in_group():
-            try:
-                yield
-            except RaydistError:
-                raise
-            except Exception as error:
-                first = next(iter(str(error).strip().splitlines()), "")
-                raise UserError(
-                    f'model "{self._spec.model.name}" cannot be {what} without values: {type(error).__name__}: {first}',
-                    "a plan has tensors with shapes only: no .item(), no branch on a value, no weights from a file, no kernel "
-                    "whose shapes torch does not know; make the model do without, or train a few steps and look at the peak memory",
-                ) from error
+        with self._in_group(), self._errors(what):
+            yield
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RaydistError:
+            raise
+        except Exception as error:
+            first = next(iter(str(error).strip().splitlines()), "")
+            raise UserError(
+                f'model "{self._spec.model.name}" cannot be {what} without values: {type(error).__name__}: {first}',
+                "a plan has tensors with shapes only: no .item(), no branch on a value, no weights from a file, no kernel whose "
+                "shapes torch does not know; make the model do without, or train a few steps and look at the peak memory",
+            ) from error
 
 
-def _alike(parts: list[FakeModule]) -> bool:
-    """Whether all blocks have the same layers and shapes."""
-    every = {(repr(b), *((n, p.shape) for n, p in b.named_parameters())) for part in parts for b in part.of_blocks}
-    return len(every) == 1
+def _cut_around(count: int, stages: int, how: Pass) -> tuple[int, ...]:
+    """Blocks of the stages of the smallest model that has a stage like that of a pass, with `count` blocks."""
+    return (*(1,) * (how.stage > 0), count, *(1,) * (how.stage < stages - 1))
+
+
+def _repeats(unsplit: Unsplit) -> bool:
+    """Whether all blocks are equal, and more than are measured."""
+    return unsplit.alike and sum(unsplit.blocks) > _FEW
 
 
 def _extrapolated(few: Activations, more: Activations, further: int) -> Activations:

@@ -47,8 +47,4 @@ def shard_of(strategy: str, spec: JobSpec, machine: Machine) -> int:
 
 def units(model: Model, ranks: int, trained: bool = False) -> dict[int, int]:
     """Unit -> elements of one rank's part of it, padded to the largest rank's rows."""
-    found: dict[int, int] = {}
-    for p in model.params:
-        if p.trained or not trained:
-            found[p.unit] = found.get(p.unit, 0) + p.part(ranks)
-    return found
+    return {**model.units(ranks, trained)}

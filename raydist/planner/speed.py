@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raydist.planner.facts import Activations, Machine, Model, Traffic
-from raydist.planner.shares import plan_of, replicas, shard_of
+from raydist.planner.shares import plan_of, replicas, shard_of, units
 from raydist.planner.traffic import last_share, tensor_traffic, traffic
 from raydist.worker.metrics.flops import GPUS, known_device
-from raydist.worker.pipeline_schedule import timeline
+from raydist.worker.pipeline_schedule import Timeline, timeline
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
@@ -150,9 +150,10 @@ def speed(
     device: Device,
     flops_per_token: float,
     passes: Sequence[Activations] = (),
+    play: Callable[..., Timeline] = timeline,
 ) -> Speed:
     """The speed under a strategy that has no `refusal`. `flops_per_token`: the model's own count. `passes`: as measured, of each
-    stage; they may be left out where nothing is sent within a replica."""
+    stage; they may be left out where nothing is sent within a replica. `play`: with `soonest` no forecast is faster."""
     parallel = spec.parallel
     micro, count = spec.batches(machine.ranks)
     tensor, ranks = parallel.tensor, parallel.pipeline
@@ -178,13 +179,12 @@ def speed(
         passes[n].passed_on / _transfer_link(n % ranks, (n + 1) % ranks, apart, machine, device) if passes else 0.0
         for n in range(len(stages) - 1)
     ]
-    line = timeline([sum(t) for t in forward], [sum(t) for t in backward], ranks, count, ways)
+    line = play([sum(t) for t in forward], [sum(t) for t in backward], ranks, count, ways)
     found = []
     for rank in range(ranks):
         own = range(rank, len(stages), ranks)
         compute = count * sum(forward[n][0] + backward[n][0] for n in own)
         ahead, last = sum(forward[n][0] for n in own), sum(backward[n][0] for n in own)
-        values = [p for n in own for p in stages[n].params]
         sums = [traffic(strategy, spec, machine, stages[n]) for n in own]
         alone = max(last_share(strategy, spec, stages[n]) for n in own)
         communication, exposed = _exposed(strategy, spec, machine, device, sums, alone, compute, ahead, last)
@@ -192,7 +192,7 @@ def speed(
         offload = 0.0
         if spec.offload.optimizer == "cpu":
             shard = shard_of(strategy, spec, machine)
-            trained = sum(p.part(shard) for p in values if p.trained)
+            trained = sum(sum(units(stages[n], shard, trained=True).values()) for n in own)
             way = 4 * trained / device.host
             offload = max(0.0, way - last) + max(_UPDATE_BYTES * trained / _HOST_BYTES, way)
         waits = line.ends[rank] - line.busy[rank]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,43 @@ def first_of(tensor: int, expert: int = 1, context: int = 1) -> Iterator[Mesh]:
         yield mesh
     finally:
         dist.destroy_process_group()
+
+
+class OneGroup:
+    """The mesh of `first_of`, for one measurement; or between `keep` and `close` until one of another size is asked for: what was
+    built in it can be used again."""
+
+    def __init__(self) -> None:
+        self._keep = False
+        self._size: tuple[int, ...] | None = None
+        self._mesh: Mesh | None = None
+        self._open = ExitStack()
+
+    def keep(self) -> None:
+        """From now on."""
+        self._keep = True
+
+    def close(self) -> None:
+        """Destroys it, and what was built in it."""
+        self._keep, self._size = False, None
+        self._open.close()
+
+    @contextmanager
+    def of(self, tensor: int, expert: int, context: int, built: dict[bool, Any]) -> Iterator[Mesh]:
+        """The mesh of these sizes. `built`: is emptied when it is destroyed."""
+        if self._size != (tensor, expert, context):
+            keep = self._keep
+            self.close()
+            self._keep = keep
+            self._mesh = self._open.enter_context(first_of(tensor, expert, context))
+            self._size = tensor, expert, context
+        assert self._mesh is not None
+        self._open.callback(built.clear)
+        try:
+            yield self._mesh
+        finally:
+            if not self._keep:
+                self.close()
 
 
 class EvenExchange(AllToAll):

@@ -96,7 +96,7 @@ def tensor_traffic(strategy: str, spec: JobSpec, machine: Machine, model: Model,
     the tensor group of its gradients of parameters that are whole there, of which it has the rows that the strategy gives it."""
     ranks = spec.parallel.tensor
     shard = shard_of(strategy, spec, machine)
-    whole = sum(p.part(shard) for p in model.params if p.trained and p.whole is None) if ranks > 1 else 0
+    whole = model.whole_in_group(shard) if ranks > 1 else 0
     passes = spec.batches(machine.ranks)[1] * activations.tensor_sent
     return passes + round(2 * (ranks - 1) / ranks * whole * FP32)
 

@@ -69,7 +69,8 @@ def show_search(found: dict[str, Any], out: Console | None = None) -> None:
     )
     looked = sum(found["too_large"].values()) + len(found["best"])
     out.print(
-        f"{found['combinations']:,} combinations in {found['seconds']:.0f} s; of the fastest {looked}, "
+        f"{found['combinations']:,} combinations in {found['seconds']:.0f} s: {found['slower']:,} cannot be faster than these by "
+        f"their limit; of the fastest {looked} others, "
         f"{looked - len(found['best'])} do not fit{_reasons(found['too_large'])}",
         soft_wrap=True,
     )

@@ -148,6 +148,11 @@ class CommSpec(PartWithNewFields):
         return self.compress != NONE and self.every is None
 
     @property
+    def checks_shapes(self) -> bool:
+        """Whether the compressor refuses models by the shapes of their parameters."""
+        return self.compresses and getattr(compressor_plan(self.compress), "checks_shapes", False)
+
+    @property
     def rounds(self) -> bool:
         """Whether outer gradients are compressed."""
         return self.compress != NONE and self.every is not None

@@ -9,7 +9,8 @@ import difflib
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,15 @@ def load(
 def source_of(job: Job) -> str:
     """The place of fields that no layer sets."""
     return str(job) if isinstance(job, str | Path) else "spec"
+
+
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Within it a UserError about a job names the job's source, as those of its fields do."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{source}: {error.message}", error.hint) from error
 
 
 def read_job(path: Path) -> list[Layer]:

@@ -136,6 +136,23 @@ def timeline(
     return Timeline((*clocks,), (*busy,))
 
 
+def soonest(
+    forward: Sequence[float], backward: Sequence[float], ranks: int, micro_batches: int, transfer: Sequence[float] = ()
+) -> Timeline:
+    """Like `timeline`, without playing the passes: no rank ends earlier there.
+
+    A rank begins when the first forward pass has come through the ranks before it, and its last backward pass, in its first stage,
+    goes through these afterwards.
+    """
+    way = transfer or [0.0] * (len(forward) - 1)
+    busy = [micro_batches * (sum(forward[rank::ranks]) + sum(backward[rank::ranks])) for rank in range(ranks)]
+    begins = [0.0, *accumulate(f + w for f, w in zip(forward[: ranks - 1], way, strict=False))]
+    ends = [begin + took for begin, took in zip(begins, busy, strict=True)]
+    for rank in reversed(range(ranks - 1)):
+        ends[rank] = max(ends[rank], ends[rank + 1] + way[rank] + backward[rank])
+    return Timeline((*ends,), (*busy,))
+
+
 def schedule(
     blocks: Sequence[int],
     shares: Sequence[float],

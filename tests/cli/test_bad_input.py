@@ -118,6 +118,11 @@ COMMANDS = {
     **{f"sweep {name}": HOSTILE[name] for name in HOSTILE if name not in ("zero_parent.yaml", "chain0.yaml")},
     "convert deepspeed digits.json": "an integer of 5000 digits: the limit is 100",
     "data prepare endless.jsonl --out made": "endless.jsonl: line 1: a line of more than 4 MiB",
+    **{
+        f"{command} job.yaml --set cluster.workers=2 --set 'comm={{compress: powersgd, options: {{rank: 999}}}}'":
+        "job.yaml: comm.options.rank: 999: no matrix of the model is larger than its factors"
+        for command in ("train", "plan", "check")
+    },
     "plan job.yaml --set model.layers=1000000": "model.layers: 1000000",
     "plan job.yaml --set train.global_batch=1000000000000000": "train.global_batch: 1000000000000000",
     f"train job.yaml --set train.steps={'9' * 5000}": "is not YAML; quote it",

@@ -17,7 +17,7 @@ from raydist.checkpoint import manifest, retention
 from raydist.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from raydist.cli.main import main
 from raydist.data.prepare import prepare
-from raydist.launch import standalone
+from raydist.launch import replay, standalone
 from raydist.launch.replay import hashes
 from raydist.records import StepRecord
 from raydist.run.directory import RunDir
@@ -133,6 +133,17 @@ def test_what_cannot_be_replayed(run: RunDir, tmp_path: Path, capsys: pytest.Cap
     code, _, err = call(capsys, "verify", run.uri, "--replay", "3", "--workers", "2")
     assert (code, f"{run.uri}/spec.yaml: extends: is for job files; a run's spec has all fields" in err) == (2, True)
     outside.unlink()
+    assert [path.name for path in Path(run.uri).parent.iterdir()] == ["it"]
+
+
+def test_a_replay_has_what_the_run_chose(run: RunDir) -> None:
+    """The sizes of buckets, and the way of gradients, which were measured where the run began; then nothing is left."""
+    names = ("buckets/world-00002.json", "comm/world-00002-compress-0.json")
+    for name in names:
+        run.storage.write(name, name.encode())
+    with replay._copied(run, 50) as copy:
+        assert [copy.storage.read(name) for name in names] == [name.encode() for name in names]
+        assert copy.committed() == [50]
     assert [path.name for path in Path(run.uri).parent.iterdir()] == ["it"]
 
 

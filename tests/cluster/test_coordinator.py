@@ -75,7 +75,7 @@ def test_an_attempt_that_ends_well() -> None:
         assert len(secrets.pop()) == 64
         for rank, order in enumerate(orders):
             mine = env | {"RANK": str(rank), "NODE_RANK": str(rank)}
-            assert order == {"number": 2, "do": "train", "attempt": 5, "job": '{"a": 1}', "env": mine}
+            assert order == {"number": 2, "do": "train", "attempt": 5, "job": '{"a": 1}', "env": mine, "beat_s": 1.0}
         assert [await made.monitor(1, attempt) for attempt in (5, 4)] == ["m", None]
         result = asyncio.create_task(made.result(5))
         await made.ended(1, 0, 5, OUTCOME)
@@ -141,6 +141,26 @@ def test_a_lost_agents_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             again = [asyncio.create_task(made.next(1, number, 3, offer(number))) for number in (1, 2)]
             await made.begin(2, {}, 2)
             assert [(await task)["env"]["RANK"] for task in again] == ["0", "1"]
+
+    run(test())
+
+
+def test_many_nodes_beat_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them send BEATS a second, and each may be silent for longer."""
+
+    async def test() -> None:
+        monkeypatch.setattr(coordinator, "BEAT_S", 0.02)
+        monkeypatch.setattr(coordinator, "BEATS", 4 / 500)
+        made, _ = await ready(size=4)
+        await made.begin(1, {}, 4)
+        assert (await made.next(1, 0, 1, offer(0)))["beat_s"] == pytest.approx(10.0)
+        for number, silent_s in enumerate((20.0, 30.0, 0.0, 0.0)):  # 8 s, and twice the 10
+            made._agents[number].beat = time.monotonic() - silent_s
+        result = asyncio.create_task(made.result(1))
+        while not made._reports.failed:
+            await asyncio.sleep(0.01)
+        assert [lives for _, lives in await made.nodes()] == [True, False, True, True]
+        result.cancel()
 
     run(test())
 

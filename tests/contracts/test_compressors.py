@@ -25,7 +25,7 @@ from raydist.spec import JobSpec, load
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.comm import compressors
-from raydist.worker.comm.compression.state import NAME
+from raydist.worker.comm.compression.state import NAME, Compression
 from raydist.worker.comm.compressors import Rows, Sums
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
@@ -415,8 +415,7 @@ def loaded(rank: Rank, variant: str, name: str, folder: str) -> Any:
         RunDir(folder), found, tensors, rank_tensors, group=rank.control, extra=state.extra, joins=state.joins
     )
     state.restore(tensors, rank_tensors, found.plain, restored=got.extra)
-    assert got.anew == {}
-    return kept(trainer, "left"), kept(trainer, "shared")
+    return kept(trainer, "left"), kept(trainer, "shared"), got.anew
 
 
 @pytest.mark.parametrize(
@@ -440,16 +439,100 @@ def test_what_is_left_is_summed_at_another_number_of_ranks(
     before = run(ranks, saved, first, variant, name, folder, memory)
     if first in then:
         for one, other in zip(before, run(ranks, loaded, first, variant, name, folder), strict=True):
+            assert other[2] == {}
             assert all(torch.equal(one[kind][n], other[kind][n]) for kind in (0, 1) for n in one[kind])
     for world in (world for world in then if world != first):
         after = run(ranks, loaded, world, variant, name, folder)
         total = added([left for left, _ in before])
         assert all(float(t.abs().max()) > 0 for n, t in total.items() if "norm" not in n)
-        for n, whole in added([left for left, _ in after]).items():
+        for n, whole in added([left for left, *_ in after]).items():
             assert torch.equal(whole, total[n]), n
-        holders = torch.stack([sum((t != 0).sum() for t in left.values()) for left, _ in after])  # type: ignore[misc]
+        holders = torch.stack([sum((t != 0).sum() for t in left.values()) for left, *_ in after])  # type: ignore[misc]
         assert holders.max() < holders.sum(), "not all of it is on one rank"
-        assert all(torch.equal(shared[n], before[0][1][n]) for _, shared in after for n in shared)
+        assert all(torch.equal(shared[n], before[0][1][n]) for _, shared, _ in after for n in shared)
+        assert not any(anew for *_, anew in after)
+
+
+def in_place(every: Sequence[Gradients]) -> Gradients:
+    """The sum of what is left on these ranks, in the shapes of whole parameters, with the rows that fill up the last parts."""
+    whole = {n: p for n, p in registry.load("model", "gpt")(job("ddp").model, VOCAB).named_parameters()}
+    found = {n: torch.zeros(len(p) + 4, *p.shape[1:]) for n, p in whole.items()}
+    for left in every:
+        for key, tensor in left.items():
+            name, _, rows = key.removeprefix("left/").partition("/")
+            begin = int(rows.split("-")[1]) * len(tensor) if rows else 0
+            found[name][begin : begin + len(tensor)] += tensor
+    assert all(not found[n][len(p) :].any() for n, p in whole.items())
+    return found
+
+
+PAIRS = GROUPED["hsdp"]
+"""hsdp: two ranks hold a copy."""
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("int8", (PAIRS, 4), [("zero3", 3), (PAIRS, 2), ("ddp", 4)]),
+        ("powersgd", (PAIRS, 4), [("zero2", 4)]),
+        ("int8", ("zero1", 3), [(PAIRS, 4)]),
+        ("powersgd", ("ddp", 4), [(PAIRS, 4)]),
+    ],
+)
+def test_what_is_left_goes_on_with_other_shards(
+    ranks: Any, tmp_path: Path, name: str, first: tuple[str, int], then: list[tuple[str, int]]
+) -> None:
+    """Where ranks had rows of a copy and have whole gradients, or the other way round, on as many ranks and on others: the sum over
+    the ranks, to the bit, in its place; PowerSGD's factors are on all ranks alike."""
+    folder = str(tmp_path)
+    before = run(ranks, saved, first[1], first[0], name, folder, False)
+    total = in_place([left for left, _ in before])
+    assert all(float(t.abs().max()) > 0 for n, t in total.items() if "norm" not in n)
+    for variant, world in then:
+        after = run(ranks, loaded, world, variant, name, folder)
+        assert not any(anew for *_, anew in after)
+        assert all(torch.equal(t, total[n]) for n, t in in_place([left for left, *_ in after]).items())
+        factors = {n.removeprefix("shared/").partition("/")[0]: t for n, t in before[0][1].items()}
+        for _, shared, _ in after:
+            of_first = {
+                n.partition("/")[2].removesuffix("/rows-0-of-2"): t for n, t in shared.items() if "rows-1" not in n
+            }
+            assert all(torch.equal(t, factors[n]) for n, t in of_first.items() if n in factors)
+            assert (name == "powersgd") == bool(shared)
+
+
+def test_parts_without_rows() -> None:
+    """Of a parameter with fewer rows than ranks some parts only fill up: they take up nothing, and nothing is taken from them. What
+    is missing, or of other columns, cannot be taken up; factors then stay as they are."""
+    whole, part, other = (f"left/w{rows}" for rows in ("", "/rows-1-of-2", "/rows-0-of-2"))
+    own = {part: torch.zeros(1, 3)}
+    sources = partial(Compression.sources, None)  # type: ignore[arg-type]
+    assert sources(own, {whole: (1, 3)}) == {part: []}
+    assert sources({whole: torch.zeros(1, 3)}, {other: (1, 3), part: (1, 3)}) == {whole: [other]}
+    assert sources({whole: torch.zeros(2, 3)}, {part: (1, 3), other: (1, 3)}) == {whole: [other, part]}
+    for saved in ({}, {"left/v": (1, 3)}, {whole: (2, 4)}, {"left/w/tensor-0-of-2": (2, 3)}):
+        assert sources(own, saved) is None
+    assert sources({"shared/w": torch.zeros(3, 2)}, {"shared/w": (3, 4)}) == {"shared/w": []}
+
+
+def test_another_stage_has_its_own(ranks: Any, tmp_path: Path) -> None:
+    """zero1, then ddp and zero3 on as many ranks: what each had left, to the bit."""
+    before = run(ranks, saved, 2, "zero1", "int8", str(tmp_path), False)
+    for variant in ("ddp", "zero3"):
+        for (left, _), (other, _, anew) in zip(
+            before, run(ranks, loaded, 2, variant, "int8", str(tmp_path)), strict=True
+        ):
+            assert anew == {}
+            assert left.keys() == other.keys()
+            assert all(torch.equal(left[n], other[n]) for n in left)
+
+
+def test_a_copy_in_memory_with_other_shards_starts_anew(ranks: Any, tmp_path: Path) -> None:
+    """On as many ranks: a node has the memory of its ranks' peers alone. The reason is said."""
+    run(ranks, saved, 4, PAIRS, "int8", str(tmp_path), True)
+    for left, _, anew in run(ranks, loaded, 4, "zero3", "int8", str(tmp_path)):
+        assert anew == {NAME: "has other tensors than the saved state"}
+        assert not any(t.any() for t in left.values())
 
 
 def overflown(rank: Rank, strategy: str) -> Any:

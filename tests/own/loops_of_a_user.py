@@ -1,6 +1,6 @@
 """Sessions of two ranks, one after another, in one pair of processes. Prints JSON: what each has made.
 
-Arguments: the storage; then, if one session alone is to be made, its name, and the step in which the last rank is killed.
+Argument: the storage.
 """
 
 from __future__ import annotations
@@ -198,12 +198,9 @@ def noisy(storage: str, name: str, killed_at: int | None = None, dataset: Any = 
 
 
 def main() -> None:
-    """All sessions, or one."""
-    storage, *one = sys.argv[1:]
+    """All sessions."""
+    storage = sys.argv[1]
     torch.set_num_threads(1)
-    if one:
-        print(json.dumps(noisy(storage, one[0], int(one[1]))))
-        return
     proofs, prove = list[bytes](), rendezvous.prove
 
     def proving(group: dist.ProcessGroup, secret: bytes) -> None:

@@ -1,13 +1,12 @@
 """A user's own loop: real ranks over gloo that find each other by Open MPI's variables, and one of them is really killed.
 
-Over a minute: three pairs of processes that import torch. All that needs no kill is in one pair.
+All that needs no kill is in one pair of processes that a launcher starts; those that are killed are forked.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,31 +16,36 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import raydist
 import raydist.own as rd
 from raydist.diagnosis import examine
 from raydist.errors import GraphMismatch, NonFinite, SpecChanged, UsageError, UserError
 from raydist.ipc import RENDEZVOUS_SECRET
+from raydist.own import launcher
 from raydist.own.launcher import translate
 from raydist.own.state import from_json, to_json
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events, read_steps
+from raydist.worker.distributed import Rank
 from tests.own import loops_of_a_user as user
 
 SECRET = "of these ranks"
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 def run(*args: object, world: int = 2) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of each rank of loops_of_a_user.py."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = []
+    port, ranks = str(free_port()), []
     for rank in range(world):
-        launcher = {f"OMPI_COMM_WORLD_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")}
-        launcher["OMPI_COMM_WORLD_SIZE"] = str(world)
-        env = {**os.environ, **launcher, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        variables = {f"OMPI_COMM_WORLD_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")}
+        variables["OMPI_COMM_WORLD_SIZE"] = str(world)
+        env = {**os.environ, **variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         env[RENDEZVOUS_SECRET] = SECRET
         command = [sys.executable, user.__file__, *map(str, args)]
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
@@ -69,17 +73,29 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     return storage, outcomes(storage)
 
 
-def test_a_killed_rank_changes_no_bit(sessions: tuple[Path, list[dict[str, Any]]]) -> None:
+def noisy(rank: Rank, storage: str, port: int, killed_at: int | None) -> dict[str, Any]:
+    """A session of loops_of_a_user.py on this rank, as of torchrun."""
+    dist.destroy_process_group()  # a session starts its own
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "_met", [])  # of another test's session
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": rank.world_size}
+        for name, value in {"RANK": rank.rank, "LOCAL_RANK": rank.rank, **place}.items():
+            patch.setenv(name, str(value))
+        return user.noisy(storage, "killed", killed_at)
+
+
+def test_a_killed_rank_changes_no_bit(sessions: tuple[Path, list[dict[str, Any]]], ranks: Any) -> None:
     """With dropout, random transforms, running statistics and split gradients: after a SIGKILL the script, run again, goes on from
     the newest checkpoint, and ends with the bits of an undisturbed run."""
-    storage, ranks = sessions
-    whole = ranks[0]["noisy"][0]
+    storage, every = sessions
+    whole = every[0]["noisy"][0]
     assert len(whole["losses"]) == user.STEPS
-    assert whole["losses"] == ranks[1]["noisy"][0]["losses"]
-    killed = run(storage, "killed", 5)
-    assert killed[1][0] == -signal.SIGKILL
-    assert killed[0][0] > 0, killed
-    again = outcomes(storage, "killed", 0)
+    assert whole["losses"] == every[1]["noisy"][0]["losses"]
+    first, second = ranks.run(noisy, 2, str(storage), free_port(), 5)
+    assert isinstance(second, ChildProcessError), second
+    assert isinstance(first, Exception), first
+    assert not isinstance(first, ChildProcessError), first
+    again = ranks.run(noisy, 2, str(storage), free_port(), None)
     assert again[0]["losses"] == whole["losses"][4:]
     assert [rank["weights"] for rank in again] == [whole["weights"]] * 2
 

@@ -474,24 +474,35 @@ THREE_STAGES = {"pipeline": 3, "pipeline_cut": [1, 5, 1]}
 
 
 @pytest.mark.parametrize(
-    ("mesh", "how"),
+    ("name", "mesh", "how"),
     [
-        ({}, Pass(2, "none", False, False)),
-        ({}, Pass(2, "full", True, True)),
-        ({}, Pass(1, "selective", False, True)),
-        ({"tensor": 2}, Pass(2, "full", True, True)),
-        (THREE_STAGES, Pass(1, "selective", False, True)),
+        ("gpt", {}, Pass(2, "none", False, False)),
+        ("gpt", {}, Pass(2, "full", True, True)),
+        ("gpt", {}, Pass(1, "selective", False, True)),
+        ("gpt", {"tensor": 2}, Pass(2, "full", True, True)),
+        ("gpt", {**THREE_STAGES, "tensor": 2}, Pass(1, "selective", False, True)),
+        ("mixtral", {**THREE_STAGES, "context": 2, "expert": 2}, Pass(2, "full", False, False)),
     ],
 )
-def test_further_blocks_are_as_the_third(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, Any], how: Pass) -> None:
-    """A pass of seven equal blocks, measured with two and three, has to the byte the figures of a pass of all."""
-    world = mesh.get("tensor", 1) * mesh.get("pipeline", 1)
-    model = {**SMALL, "layers": 7, "width": 32, "context": 16}
+def test_further_blocks_are_as_the_third(
+    monkeypatch: pytest.MonkeyPatch, name: str, mesh: dict[str, Any], how: Pass
+) -> None:
+    """A pass of seven equal blocks, measured with two and three, has to the byte the figures of a pass of all. What each stage
+    sends, from a pass of two blocks alone, is what its own pass sends."""
+    world = mesh.get("tensor", 1) * mesh.get("context", 1) * mesh.get("pipeline", 1)
+    model = {**SMALL, "name": name, "layers": 7, "width": 32, "context": 16}
     spec = job(model=model, parallel=mesh, cluster={"workers": world}, precision="bf16")
-    how = replace(how, stage=1) if "pipeline" in mesh else how
-    short = Planner(spec, VOCAB, "cuda").measure(how)
+    passes = [replace(how, stage=n) for n in range(mesh.get("pipeline", 1))]
+    how = passes[len(passes) // 2]
+    planner = Planner(spec, VOCAB, "cuda")
+    short, sends = planner.measure(how), [planner.sends(one) for one in passes]
     monkeypatch.setattr(measure_module, "_FEW", 99)
-    assert short == Planner(spec, VOCAB, "cuda").measure(how)
+    whole = Planner(spec, VOCAB, "cuda")
+    assert short == whole.measure(how)
+    for sent, one in zip(sends, map(whole.measure, passes), strict=True):
+        assert sent == Activations(0, (), one.tensor_sent, passed_on=one.passed_on, exchanged=one.exchanged)
+    assert (sum(sent.tensor_sent for sent in sends) > 0) == (len(mesh) > 0)
+    assert (sum(sent.exchanged for sent in sends) > 0) == ("expert" in mesh)
 
 
 def test_a_pipeline_by_hand() -> None:
@@ -699,6 +710,41 @@ def test_a_model_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> 
         UserError, match=r'model "their_own_model:build" cannot be run without values.*\n.*no \.item\(\)'
     ):
         Planner(reads, 32, "cpu").measure(Pass(4, "none", False, False))
+
+
+@pytest.mark.parametrize(
+    ("workers", "parallel", "most"),
+    [
+        (2, {}, 113),  # of the embedding, 1021 x 128
+        (4, {"strategy": "hsdp", "shard": 2}, 102),  # 511 rows on the ranks of a copy
+        (8, {"pipeline": 4}, 93),  # 344 x 128: two stages have neither embedding nor head
+        (4, {"tensor": 2}, 102),  # half of the embedding's rows
+        (4, {"tensor": 4}, None),  # one replica: nothing is compressed
+        (1, {}, None),
+    ],
+)
+def test_a_compressor_that_takes_no_matrix(workers: int, parallel: dict[str, Any], most: int | None) -> None:
+    """The model is refused as by a rank of the job's mesh, with the rank that would do."""
+
+    def planned(rank: int) -> Planner:
+        comm = {"compress": "powersgd", "options": {"rank": rank}}
+        return Planner(job(comm=comm, cluster={"workers": workers}, parallel=parallel), VOCAB, "cpu")
+
+    if most is None:
+        assert planned(128).checked() is not None
+        return
+    assert planned(most).checked() is not None
+    for check in (planned(most + 1).checked, planned(most + 1).model):
+        with pytest.raises(UserError, match=f"comm.options.rank: {most + 1}: no matrix .*\n.*at most {most}$"):
+            check()
+
+
+def test_what_cannot_be_built_without_values_is_not_checked() -> None:
+    """A plan says why; the start of a run leaves it to the workers."""
+    unbuilt = Planner(job(model={"name": "json:loads"}), VOCAB, "cpu")
+    assert unbuilt.checked() is None
+    with pytest.raises(UserError, match='model "json:loads" cannot be built without values: TypeError'):
+        unbuilt.model()
 
 
 # --- advice

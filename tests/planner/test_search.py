@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -13,14 +15,16 @@ import typer
 from typer.testing import CliRunner
 
 from raydist.cli import plan
-from raydist.errors import UsageError
+from raydist.errors import UsageError, UserError
+from raydist.planner import search as search_module
 from raydist.planner.estimate import estimates
 from raydist.planner.facts import Activations, Machine, Model, Param, Pass, Peak, Stage
 from raydist.planner.measure import Planner
-from raydist.planner.search import Found, _Between, search
+from raydist.planner.search import Found, _Between, _Tried, search
+from raydist.planner.shares import planned
 from raydist.planner.speed import find
 from raydist.spec import JobSpec
-from raydist.worker.pipeline_schedule import timeline
+from raydist.worker.pipeline_schedule import soonest, timeline
 from tests.planner.jobs import SMALL, VOCAB, job
 
 GIB, BLOCKS = 2**30, 8
@@ -62,7 +66,10 @@ class Blocks:
         sent = 0 if ranks == 1 else 2**26 * self.each * how.micro_batch
         exchanged = 0 if self.spec.parallel.expert == 1 else 2**26 * self.each * how.micro_batch
         passed = 0 if how.stage == self.spec.parallel.stages - 1 else 2**20 * how.micro_batch
-        return Activations(kept, (Peak("backward", 0, kept, 0),), sent, passed_on=passed, exchanged=exchanged)
+        peaks = (Peak("forward", 0, kept, 0), Peak("backward", 0, kept, 0))
+        return Activations(kept, peaks, sent, passed_on=passed, exchanged=exchanged)
+
+    sends = measure
 
 
 def found(usable: float, spec: JobSpec = SPEC, per_node: int = 8, best: int = 5) -> Found:
@@ -131,6 +138,22 @@ def test_a_mesh_where_no_replica_fits_on_a_rank() -> None:
     assert result.refused["more stages than blocks"] == 5
 
 
+def test_a_mesh_whose_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a compressor that takes no half of a matrix: counted with its reason, and the others are searched."""
+    whole = Blocks.model
+
+    def model(self: Blocks) -> Model:
+        if self.spec.parallel.tensor > 1:
+            raise UserError("no matrix is larger", "take more rows")
+        return whole(self)
+
+    monkeypatch.setattr(Blocks, "model", model)
+    result = found(100)
+    assert result.best
+    assert {one.spec.parallel.tensor for one in result.best} == {1}
+    assert result.refused["no matrix is larger"] > 1
+
+
 def test_experts_on_several_ranks() -> None:
     """Each number of ranks that share the experts is a mesh: more of them sum fewer gradients, and send tokens instead. Over nodes
     it is the first mesh on two of these that sends most over the network."""
@@ -167,6 +190,56 @@ def test_where_nothing_fits_all_are_counted() -> None:
     result = found(0.01)
     assert result.best == ()
     assert sum(result.too_large.values()) == result.combinations > 100
+    assert result.slower == 0
+
+
+MOE = job(
+    train={"global_batch": 64, "micro_batch": 1},
+    model={**SPEC.model.model_dump(), "name": "mixtral"},
+    cluster={"workers": 8},
+)
+
+
+@pytest.mark.parametrize("spec", [SPEC, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize(("usable", "best"), [(1.6, 1000), (4.0, 5), (9.5, 1)])
+def test_the_best_of_limits_are_the_best_of_all(
+    monkeypatch: pytest.MonkeyPatch, spec: JobSpec, usable: float, best: int
+) -> None:
+    """The meshes found are those of a search that gives all combinations a forecast, and the memory of a pass; and no forecast is
+    faster than its limit."""
+    tried: list[_Tried] = []
+    fitting = search_module._fitting
+
+    def keep(spec: JobSpec, machine: Machine, combinations: list[_Tried], refused: Counter[str], best: int) -> Found:
+        tried.extend(combinations)
+        return fitting(spec, machine, combinations, refused, best)
+
+    monkeypatch.setattr(search_module, "_fitting", keep)
+    result = found(usable, spec, per_node=4, best=best)
+    speeds = [one.forecast(timeline).tokens_per_second for one in tried]
+    limits = [one.forecast(soonest).tokens_per_second for one in tried]
+    assert all(limit >= speed * (1 - 1e-12) for limit, speed in zip(limits, speeds, strict=True))
+    order = [*planned(spec)]
+    ranked = sorted(
+        zip(tried, speeds, strict=True),
+        key=lambda pair: (
+            -round(math.log(pair[1]) / math.log(1.005)), pair[0].spec.parallel.replica * pair[0].spec.parallel.chunks,
+            pair[0].spec.parallel.expert, order.index(pair[0].strategy), -pair[0].spec.train.micro_batch,
+        ),
+    )  # fmt: skip
+    machine = Machine(8, 4, "cuda", round((usable + 1) * GIB / 0.95))
+    shown: dict[tuple[int, ...], tuple[str, int, float, int]] = {}
+    for one, speed in ranked:
+        if one.mesh not in shown and len(shown) < best:
+            total = max(e.total for e in estimates(one.strategy, one.spec, machine, one.model, one.measure))
+            if machine.usable is not None and total <= machine.usable:
+                shown[one.mesh] = one.strategy, one.spec.train.micro_batch, speed, total
+    assert [*shown.values()] == [
+        (one.estimate.strategy, one.spec.train.micro_batch, one.speed.tokens_per_second, one.estimate.total)
+        for one in result.best
+    ]
+    assert result.combinations == len(tried)
+    assert result.slower > 0
 
 
 def test_passes_in_between() -> None:
@@ -203,6 +276,11 @@ def test_many_micro_batches_are_not_played_out(
     assert short.busy == pytest.approx(long.busy)
     assert short.ends == pytest.approx(long.ends, rel=0.01)
     assert max(short.ends) >= max(short.busy)
+    for count in (1, ranks, ranks + 1, micro_batches):
+        arguments = (*arguments[:3], count, arguments[4])
+        least, real = soonest(*arguments), timeline(*arguments)
+        assert all(a <= b * (1 + 1e-12) for a, b in zip(least.ends, real.ends, strict=True))
+        assert least.busy == pytest.approx(real.busy)
 
 
 SMALL_JOB = """\

@@ -4,7 +4,7 @@ Runs in: one zero-CPU actor, owned by the driver and on its node. Called by Grou
 and by Ray Train's controller (ray_train_adapter.py). Never imports torch; imports ray in `start_coordinator` only.
 
     driver:     open(group) . begin(attempt, size) . result(attempt) . cancel ......... leave
-    agents:     next ........ train, as rank r ..... ended(report) | late, look, seen | kill .. leave     beat, every second
+    agents:     next ........ train, as rank r ..... ended(report) | late, look, seen | kill .. leave     beat, every `beat_s`
                 (those of one node in one message: many)
     controller:                                      agent_died(agent)
 
@@ -39,19 +39,19 @@ _OF_AGENTS = frozenset({"next", "beat", "ended", "late", "seen"})
 _ECHO_S, _ECHO_RANK_S = 0.1, 20e-6
 _ECHOES = 50
 """As long as one of so many ranks reports the loss of a peer in each interval, others probably will; plus the messages' time."""
-BEAT_S = 1.0
+BEAT_S, BEATS = 1.0, 250
+"""Seconds between two beats of a node, or more, so that all nodes send at most so many a second: they take 0.1 to 0.2 of a core."""
 LOST_S = 8.0
 LOST_AFTER_A_FAILURE_S = 4.0
-"""An agent is lost after this long without a beat; sooner when ranks have lost a connection already."""
+"""An agent is lost after this long without a beat; sooner when ranks have lost a connection already. Beats that are further apart
+add twice the difference, so that one may wait in a relay that is stopped (launch/relay.py)."""
 _MANY = 32
 """Agents of which three quarters are not lost with one node."""
 
 
 @dataclass(slots=True)
 class _Agent:
-    """One agent of the group. `offer`: node (its id), placement_group, local_rank, and the host and port for a rendezvous of the
-    ranks.
-    """
+    """One agent of the group. `offer`: node (its id), placement_group, local_rank; host and port for the ranks' rendezvous."""
 
     offer: Mapping[str, Any]
     beat: float
@@ -77,6 +77,7 @@ class Coordinator:
         self._agents: dict[int, _Agent] = {}
         self._order: dict[str, Any] = {"number": 0, "do": "wait"}
         self._attempt, self._monitor = 0, None
+        self._beat_s = BEAT_S
         self._clear({})
         self._views: dict[int, dict[str, Any]] = {}
         self._late = False
@@ -114,9 +115,10 @@ class Coordinator:
             self._report(0, {"lost": {**why, "rank": None, "at": time.time()}, "at": time.time(), "silent_s": 0.0})
             return
         self._clear(dict(zip(chosen, rank_variables([self._agents[n].offer for n in chosen]), strict=True)))
+        self._beat_s = BEAT_S * max(len({self._agents[n].offer["node"] for n in chosen}) / BEATS, 1.0)
         first = self._agents[chosen[0]].offer
         meet = {"MASTER_ADDR": first["host"], "MASTER_PORT": str(first["port"]), RENDEZVOUS_SECRET: new_secret()}
-        await self._command("train", attempt=attempt, job=json.dumps(job), env=meet)
+        await self._command("train", attempt=attempt, job=json.dumps(job), env=meet, beat_s=self._beat_s)
 
     async def result(self, attempt: int) -> dict[int, dict[str, Any]]:
         """Returns the reports when the attempt is over. The first failure ends it for all ranks, as soon as the cause is known.
@@ -292,7 +294,6 @@ class Coordinator:
         return orders
 
     def _new_order(self, group: int, agent: int, seen: int) -> dict[str, Any] | None:
-        """The answer to a call of `next`; None: not yet."""
         if not self._ours(group, agent):
             return {"number": seen, "do": "leave"}
         order = self._order
@@ -347,11 +348,12 @@ class Coordinator:
             now = time.monotonic()
             missed, looked = max(now - looked - BEAT_S, 0.0), now
             limit = LOST_AFTER_A_FAILURE_S if self._reports.failed else LOST_S
+            limit += 2 * (self._beat_s - BEAT_S)
             living = [(number, agent) for number in self._ranks if (agent := self._agents[number]).lost is None]
             for _, agent in living:
                 agent.beat += missed
             silent = sorted(now - agent.beat for _, agent in living)
-            queue = max(silent[len(silent) // 4] - BEAT_S, 0.0) if len(silent) >= _MANY else 0.0
+            queue = max(silent[len(silent) // 4] - self._beat_s, 0.0) if len(silent) >= _MANY else 0.0
             for number, agent in living:
                 if now - agent.beat > limit + min(queue, limit):
                     where = f"node {agent.offer['node'][:8]} ({agent.offer['host']})"
@@ -389,9 +391,7 @@ def _plain(error: RankError) -> dict[str, Any]:
 
 
 def start_coordinator() -> Any:
-    """Starts a coordinator as an actor: zero CPUs, on this process's node; it ends with this process. Returns its handle at
-    once.
-    """
+    """Starts a coordinator as an actor: zero CPUs, on this process's node; it ends with this process. Returns its handle."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -9,13 +9,13 @@ Runs in: each train worker. Torch, never ray.
 Restored:
     same mesh             all of it, bit for bit
     other mesh            DTensors are redistributed, replicated tensors are loaded; state with `per_rank` is joined, if it says how
-                          (`Joins`), else starts anew, with a note
+                          (`Joins`), else starts anew, with a note; so on the same mesh, if ranks have parts of other names
     not in the checkpoint, or with other tensors: starts anew, with a note
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -44,10 +44,16 @@ class ExtraState(Protocol):
 class Joins(Protocol):
     """An `ExtraState` with `per_rank` that another mesh takes up, too: it adds up what the ranks had."""
 
-    def join(self, name: str, total: Tensor, of_rank: Tensor, first: bool) -> None:
-        """Takes an old rank's tensor `name` of `state_tensors` into this rank's `total`, zeros at the `first` of these calls.
+    def sources(
+        self, own: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ...]]
+    ) -> Mapping[str, Sequence[str]] | None:
+        """Of each of this rank's tensors, `own`, the names of those that it takes up, of those that ranks have `saved` with these
+        shapes; without any it stays as it is. None: it cannot take them up, and starts anew."""
 
-        Called for each rank that saved one of that name, in their order; all must have this rank's shape and dtype.
+    def join(self, name: str, total: Tensor, source: str, of_rank: Tensor, first: bool) -> None:
+        """Takes an old rank's tensor `source` into `total`, this rank's `name`, which is zeros at the `first` of these calls.
+
+        Called for each rank that saved one, in their order, and each source of it.
         """
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,16 +31,15 @@ from raydist.errors import (
 from raydist.records import Event
 from raydist.redact import redact
 from raydist.run.directory import Lineage, RunDir, manifest_name, step_folder
+from raydist.worker.checkpoint import joined_state
 from raydist.worker.checkpoint.agreement import RankFailure, none_failed
-from raydist.worker.checkpoint.extra_state import EXTRA, owner, tensor_name
+from raydist.worker.checkpoint.extra_state import EXTRA, Joins, owner, tensor_name
 from raydist.worker.checkpoint.save_plan import rank_name
 from raydist.worker.checkpoint.shard_reader import ShardReader
 from raydist.worker.comm.json_gather import broadcast_json, gather_json
 from raydist.worker.parameter_table import dtype_name, gather_tensors
 
 T = TypeVar("T")
-Join = Callable[[str, Tensor, Tensor, bool], None]
-"""See `Joins.join` in extra_state.py."""
 
 LATE_S, _LOOK_S = 3.0, 0.2
 """How long a shard that the manifest names may be unseen here: an NFS client keeps names, and some object stores list late. And how
@@ -259,7 +257,7 @@ def load(
     group: dist.ProcessGroup | None = None,
     mesh: Mapping[str, int] | None = None,
     extra: Sequence[str] = (),
-    joins: Mapping[str, Join] = {},
+    joins: Mapping[str, Joins] = {},
 ) -> Loaded:
     """Reads a chosen checkpoint into these tensors, in place, whatever mesh saved it. A collective.
 
@@ -282,11 +280,18 @@ def load(
         )  # fmt: skip
     same_mesh = mesh_of(mesh or {}, world_size) == found.mesh
     own = {rank_name(rank, n): t for n, t in rank_tensors.items()}
-    joined = {} if same_mesh else joins
-    why = {name: _why_anew(found, name, wanted, own, rank, same_mesh) for name in extra if name not in joined}
-    why |= {name: _why_not_joined(found, name, rank_tensors) for name in joined}
-    every = gather_json(why, group)
-    anew = {name: why for of_rank in reversed(every) for name, why in of_rank.items() if why is not None}
+    sources = {name: joined_state.sources_of(found, name, rank_tensors, state) for name, state in joins.items()}
+    why = {name: _why_anew(found, name, wanted, own, rank, same_mesh) for name in extra}
+    not_joined = {name: joined_state.why_not(found, name, rank_tensors, sources[name]) for name in joins}
+    moved = [name for name in joins if not same_mesh or joined_state.has_other_parts(found, own, rank, name)]
+    every = gather_json([moved, why, not_joined], group)
+    joined = {name: joins[name] for moved, _, _ in every for name in moved}
+    anew = {
+        name: why
+        for _, exact, other in reversed(every)
+        for name, why in {**exact, **{name: other[name] for name in joined}}.items()
+        if why is not None
+    }
     read = {n: t for n, t in tensors.items() if owner(n) not in anew}
     own = {n: t for n, t in own.items() if owner(n.removeprefix(rank_name(rank, ""))) not in {*anew, *joined}}
     fill = ShardReader(run, found).fill
@@ -296,7 +301,17 @@ def load(
         if own:  # last: a replica's own state may be in the memory of tensors that all ranks have
             fill(own)
         if joined.keys() - anew.keys():
-            _read_joined(found, {n: t for n, t in rank_tensors.items() if owner(n) not in anew}, joined, fill)
+            joined_state.read(
+                found,
+                {n: t for n, t in rank_tensors.items() if owner(n) in joined.keys() - anew.keys()},
+                joined,
+                {
+                    name: there
+                    for state in joined.keys() - anew.keys()
+                    for name, there in (sources[state] or {}).items()
+                },
+                fill,
+            )
     except Exception as error:
         failure = error
     try:
@@ -330,44 +345,6 @@ def _why_anew(
     if not same_mesh:
         return f"belongs to ranks, and was saved on the mesh {found.mesh}"
     return "has other tensors than the saved state" if _own_mismatches(found, own, rank, name) else None
-
-
-def _why_not_joined(found: Manifest, name: str, rank_tensors: Mapping[str, Tensor]) -> str | None:
-    """Why this rank cannot take what the ranks of another mesh had of an extra state; None if it can."""
-    if name not in found.plain.get(EXTRA, {}):
-        return "is not in the checkpoint"
-    own = {n: t for n, t in rank_tensors.items() if owner(n) == name}
-    if not own:
-        return "has nothing to keep on this mesh"
-    held = [_held(found, n, t) for n, t in own.items()]
-    return None if all(held) else f"has other tensors than the state that was saved on the mesh {found.mesh}"
-
-
-def _held(found: Manifest, name: str, tensor: Tensor) -> list[int]:
-    """The ranks that saved their own tensor of this name, if all have this shape and dtype."""
-    entries = {r: found.tensors.get(rank_name(r, name)) for r in range(found.world_size)}
-    saved = {r: entry for r, entry in entries.items() if entry is not None}
-    fits = all((e.shape, e.dtype) == (tuple(tensor.shape), dtype_name(tensor.dtype)) for e in saved.values())
-    return list(saved) if fits else []
-
-
-def _read_joined(
-    found: Manifest, own: Mapping[str, Tensor], joins: Mapping[str, Join], fill: Callable[[dict[str, Tensor]], None]
-) -> None:
-    """Reads what each rank saved of its own, one rank after another, so that one copy is in memory at a time."""
-    mine = {n: t for n, t in own.items() if owner(n) in joins}
-    held = {n: _held(found, n, t) for n, t in mine.items()}
-    for tensor in mine.values():
-        tensor.zero_()
-    for rank in range(found.world_size):
-        theirs = {n: torch.empty_like(t) for n, t in mine.items() if rank in held[n]}
-        if theirs:
-            fill({rank_name(rank, n): t for n, t in theirs.items()})
-        for name, tensor in theirs.items():
-            state = owner(name)
-            assert state is not None
-            first = rank == held[name][0]
-            joins[state](name.removeprefix(tensor_name(state, "")), mine[name], tensor, first)
 
 
 def _own_mismatches(found: Manifest, own: Mapping[str, Tensor], rank: int, state: str) -> bool:

@@ -12,7 +12,7 @@ The tensors are references: a save copies them, a load writes into them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -153,9 +153,9 @@ class TrainState:
                 state.load_state(of_state, plain["extra"][name])
 
     @property
-    def joins(self) -> dict[str, Callable[[str, Tensor, Tensor, bool], None]]:
-        """Of the extra states that another mesh takes up, how: see `Joins`."""
-        return {name: state.join for name, state in self._extra.items() if isinstance(state, Joins)}
+    def joins(self) -> dict[str, Joins]:
+        """The extra states that another mesh takes up."""
+        return {name: state for name, state in self._extra.items() if isinstance(state, Joins)}
 
     @property
     def extra(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Runs in: each train worker, every rank, before the run's own model is built. Tor
       -> the same in small buckets                                the faster size is that of other topologies
       -> a few passes of every way                                each with a model of its own, which is dropped
       -> the fastest and torch's once more                        the machine itself may be faster than before
-      -> RUN/comm/world-00004.json                                every restart reads it there
+      -> RUN/comm/world-00004-compress-0-topology.json            every restart reads it there, while the job asks for the same
 
 Only the last micro-batch of a step is summed: what a way gains in a pass counts as a share of the whole step.
 
@@ -16,6 +16,7 @@ ranks; the topology is chosen for each number, and anew after a link was found t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -31,7 +32,6 @@ from raydist.spec import CommSpec, JobSpec
 from raydist.spec.comm import AUTO, NONE, TORCH
 from raydist.worker.comm import compressors, kept, topology
 from raydist.worker.comm.buckets.measure import passes
-from raydist.worker.comm.compressors import Sums
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel import Example
@@ -81,14 +81,16 @@ def settle(spec: JobSpec, rank: Rank, run: RunDir, build: Build, example: Exampl
     torchs = Way(bucket_mb=_size(spec))
     if rank.world_size == 1:
         return torchs.of(spec), None
-    name = kept.links_file(run, f"world-{rank.world_size:05d}") if rank.first else ""
+    asked, size = _asked(spec.comm), torchs.bucket_mb
+    name = kept.links_file(run, f"world-{rank.world_size:05d}-{asked}") if rank.first else ""
     known = kept.from_first(rank, Chosen, kept.read(run, name, Chosen) if rank.first else None)
     if known is None:
-        before = kept.from_first(rank, Chosen, _elsewhere(run) if rank.first else None)
+        before = kept.from_first(rank, Chosen, _elsewhere(run, asked) if rank.first else None)
         chosen = tried(spec, rank, run, build, example, before)
         known = kept.from_first(rank, Chosen, kept.keep(run, name, chosen) if rank.first else None)
     assert known is not None
     way = Way(**known.way)
+    way = replace(way, bucket_mb=way.bucket_mb if size is None else size)  # the job may have another one since
     if way.topology == "ring":  # the order is that of the nodes that this attempt has
         way = replace(way, ring=topology.measured(rank, run).order)
     return way.of(spec), replace(known, way=asdict(way))
@@ -99,12 +101,17 @@ def _size(spec: JobSpec) -> float | None:
     return None if size == "auto" else size
 
 
-def _elsewhere(run: RunDir) -> Chosen | None:
+def _asked(comm: CommSpec) -> str:
+    """What is left to measurement, and the bound: a choice counts for a job that asks for the same."""
+    compress = f"compress-{comm.max_loss_increase:g}" if comm.compress == AUTO else ""
+    return "-".join(filter(None, (compress, "topology" if comm.topology == AUTO else "")))
+
+
+def _elsewhere(run: RunDir, asked: str) -> Chosen | None:
     """Rank 0. What this run has chosen at another number of ranks, or before a link became slow."""
-    for name in sorted(run.storage.files(COMM)):
-        if name.startswith(f"{COMM}/world-"):
-            return kept.read(run, name, Chosen)
-    return None
+    of_same = re.compile(rf"{COMM}/world-\d+-{re.escape(asked)}(-slow-\d+)?\.json")
+    found = sorted(name for name in run.storage.files(COMM) if of_same.fullmatch(name))
+    return kept.read(run, found[0], Chosen) if found else None
 
 
 def tried(
@@ -198,10 +205,8 @@ def within(comm: CommSpec, shapes: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def _takes(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
-    compressor = compressors.build(name, {})
     try:
-        if isinstance(compressor, Sums):
-            compressor.refuse(shapes)
+        compressors.refuse(compressors.build(name, {}), shapes)
     except UserError:
         return False
     return True

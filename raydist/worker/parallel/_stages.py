@@ -19,6 +19,8 @@ from raydist.worker.model._moe import layers_of
 from raydist.worker.parallel._model_graph import blocks_of
 from raydist.worker.pipeline_schedule import cut
 
+Costs = tuple[list[float], list[int]]
+
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
@@ -34,19 +36,20 @@ class StageCut:
         return [make(end - count, end) for end, count in zip(ends, self.blocks, strict=True)]
 
 
-def cut_model(model: nn.Module, spec: JobSpec) -> StageCut:
+def cut_model(model: nn.Module, spec: JobSpec, known: Costs | None = None) -> StageCut:
     """Where a model is cut: by `parallel.pipeline_cut`, or such that all stages take the same time.
 
-    Raises UserError if it has no blocks to cut between, fewer blocks than stages, or other ones than `pipeline_cut` counts.
+    `known`: `costs_of` the model, if they are. Raises UserError if it has no blocks to cut between, fewer blocks than stages,
+    or other ones than `pipeline_cut` counts.
     """
     stages, counts = spec.parallel.stages, spec.parallel.pipeline_cut
-    blocks, make = _part_maker(model)
+    blocks = _part_maker(model)[0]
     if stages > blocks:
         raise UserError(
             f"parallel.pipeline: {stages} stages (pipeline x chunks), and the model has {blocks} blocks",
             "take fewer stages",
         )
-    costs, sizes = _costs(model, [make(i, i + 1) for i in range(blocks)], spec.model.context)
+    costs, sizes = known or costs_of(model, spec.model.context)
     if counts is None:
         counts = cut(costs, sizes, stages)
     elif sum(counts) != blocks:
@@ -73,12 +76,15 @@ def _part_maker(model: nn.Module) -> tuple[int, Callable[[int, int], nn.Module]]
     )
 
 
-def _costs(model: nn.Module, blocks: Sequence[nn.Module], context: int) -> tuple[list[float], list[int]]:
+def costs_of(model: nn.Module, context: int) -> Costs:
     """Of the model's blocks, with what belongs to the first and the last stage: multiplications for a token, and elements.
 
     A matrix costs its elements, of experts those that a token takes; an embedding only looks up. What the model's
     `flops_per_token` counts beyond that (attention) is the same in all blocks.
     """
+
+    count, make = _part_maker(model)
+    blocks = [make(i, i + 1) for i in range(count)]
 
     def multiplications(module: nn.Module) -> Iterator[float]:
         for m in module.modules():

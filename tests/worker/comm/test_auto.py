@@ -40,7 +40,9 @@ SLOW = {
 }
 
 
-def settled(rank: Rank, folder: str, comm: dict[str, Any], cases: list[Any], global_batch: int = 8) -> Any:
+def settled(
+    rank: Rank, folder: str, comm: dict[str, Any], cases: list[Any], global_batch: int = 8, size: float | None = None
+) -> Any:
     """Of each case, (name, seconds of a pass by way, those of a way's second trial): the way, the reason, and the ways tried in
     order. A case of the same name is a restart. Seconds without exchange are 0.7; micro-batches are of 8 sequences."""
     found = []
@@ -59,7 +61,9 @@ def settled(rank: Rank, folder: str, comm: dict[str, Any], cases: list[Any], glo
 
         before, auto.passes = auto.passes, measured
         try:
-            asked = job("ddp", train={"global_batch": global_batch}, comm=comm)
+            asked = job("ddp", train={"global_batch": global_batch}, comm=comm).with_fields(
+                {"parallel.bucket_mb": size}
+            )
             spec, chosen = auto.settle(asked, rank, RunDir(f"{folder}/{name}"), build, example)
         finally:
             auto.passes = before
@@ -96,7 +100,7 @@ def test_the_fastest_is_taken_and_kept(ranks: Any, tmp_path: Path) -> None:
     assert "no way is faster by 2%" in luck[1]
     assert direct[0] == DIRECT
     assert steps[0] == SMALL, "1.5% faster than torch, which is more than 2% slower than int8"
-    kept = json.loads((tmp_path / "slow" / "comm" / "world-00002.json").read_text())["chosen"]
+    kept = json.loads((tmp_path / "slow" / "comm" / "world-00002-compress-0-topology.json").read_text())["chosen"]
     assert kept["way"]["compress"] == "int8"
     assert kept["seconds"] == {"no exchange": 0.7, **{way: SLOW[way] for way in ways}}
 
@@ -119,6 +123,22 @@ def test_another_number_of_ranks_and_a_slow_link_keep_the_compressor(ranks: Any,
     assert (none[0], none[2]) == (DIRECT, ["torch", SMALL, DIRECT, "torch", DIRECT])
 
 
+def test_a_choice_counts_for_the_job_that_asked_for_it(ranks: Any, tmp_path: Path) -> None:
+    """A job that since names what it had left to measurement, or has another bound, gets a choice of its own, and one with another
+    size of buckets that size. The first choice counts again for a job that asks for it again."""
+
+    def again(comm: dict[str, Any], size: float | None = None, world: int = 2) -> tuple[str, int]:
+        way, _, tried = run(ranks, settled, world, str(tmp_path), comm, [("a", SLOW, {})], 8, size)[0][0]
+        return way, len(tried)
+
+    assert again(BOTH) == (INT8, 7)
+    assert again({"topology": "auto"}) == (SMALL, 5)
+    assert again({**BOTH, "max_loss_increase": 0.2}) == ("powersgd, buckets of 1 MiB", 8)
+    assert again(BOTH, 5.0) == ("int8, buckets of 5 MiB", 0)
+    assert again(BOTH) == (INT8, 0)
+    assert again(BOTH, world=3) == (INT8, 0)
+
+
 def elsewhere(rank: Rank, folder: str) -> tuple[list[int] | None, dict[str, Any]]:
     """The ring of a run that has chosen one before, on nodes whose best order is another one; and what is said."""
     before = topology.measured
@@ -136,7 +156,7 @@ def test_a_kept_ring_has_the_order_of_the_nodes(ranks: Any, tmp_path: Path) -> N
     way = {"compress": "none", "topology": "ring", "ring": [0, 2, 1], "bucket_mb": None}
     (tmp_path / "comm").mkdir()
     kept = {"v": 1, "chosen": {"way": way, "because": "it was so", "seconds": {}}}
-    (tmp_path / "comm" / "world-00003.json").write_text(json.dumps(kept))
+    (tmp_path / "comm" / "world-00003-compress-0-topology.json").write_text(json.dumps(kept))
     assert run(ranks, elsewhere, 3, str(tmp_path)) == [([1, 0, 2], {**way, "ring": [1, 0, 2]})] * 3
 
 
@@ -149,7 +169,9 @@ def test_a_step_of_several_micro_batches(ranks: Any, tmp_path: Path) -> None:
     assert "1% of a step of 2.84 s in 4 micro-batches waits for gradients, so nothing" in close[1]
     assert slow[0] == INT8
     assert slow[1].startswith(f"{INT8}: 32% faster than torch; 32% of a step of 4.1 s in 4 micro-batches waits")
-    kept = json.loads((tmp_path / "slow" / "comm" / "world-00002.json").read_text())["chosen"]["seconds"]
+    kept = json.loads((tmp_path / "slow" / "comm" / "world-00002-compress-0-topology.json").read_text())["chosen"][
+        "seconds"
+    ]
     assert (kept["no exchange"], kept["torch"], kept[INT8]) == pytest.approx((2.8, 4.1, 3.1))
 
 
@@ -199,7 +221,9 @@ def test_a_run_is_that_of_the_way_by_its_name(ranks: Any, dataset: str, tmp_path
     for name in ("kept", "cut"):
         (tmp_path / name / "comm").mkdir(parents=True)
         chosen = {"way": way, "because": "it was so", "seconds": {}}
-        (tmp_path / name / "comm" / "world-00003.json").write_text(json.dumps({"v": 1, "chosen": chosen}))
+        (tmp_path / name / "comm" / "world-00003-compress-0-topology.json").write_text(
+            json.dumps({"v": 1, "chosen": chosen})
+        )
     named, _ = run(ranks, trained, 3, dataset, str(tmp_path / "named"), 0.02, None, {"compress": "int8"})[0]
     kept, said = run(ranks, trained, 3, dataset, str(tmp_path / "kept"), None, None, BOTH)[0]
     assert (kept, said) == (named, ["bucket_mb: 0.02, it was so"])
@@ -207,7 +231,7 @@ def test_a_run_is_that_of_the_way_by_its_name(ranks: Any, dataset: str, tmp_path
     second, _ = run(ranks, trained, 3, dataset, str(tmp_path / "cut"), None, None, BOTH)[0]
     assert first + second == named
     new, _ = run(ranks, trained, 3, dataset, str(tmp_path / "new"), "auto", None, BOTH)[0]
-    found = json.loads((tmp_path / "new" / "comm" / "world-00003.json").read_text())["chosen"]
+    found = json.loads((tmp_path / "new" / "comm" / "world-00003-compress-0-topology.json").read_text())["chosen"]
     assert "no exchange" in found["seconds"]
     size = found["way"].pop("bucket_mb")
     by_name = run(ranks, trained, 3, dataset, str(tmp_path / "by name"), size, None, found["way"])[0][0]

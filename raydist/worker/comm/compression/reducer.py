@@ -111,9 +111,7 @@ class Reducer:
 
     def refuse(self) -> None:
         """Raises UserError if the compressor can compress none of the parameters of the pieces."""
-        shapes = {name: shape for piece in self.pieces for name, shape in piece.shapes.items()}
-        if isinstance(self._compressor, Sums) and shapes:
-            self._compressor.refuse(shapes)
+        compressors.refuse(self._compressor, {n: shape for piece in self.pieces for n, shape in piece.shapes.items()})
 
     def described(self) -> list[object]:
         """What all ranks of the group must have alike: compressor, names and encoded sizes."""

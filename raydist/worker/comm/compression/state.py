@@ -5,13 +5,14 @@ Runs in: each train worker. Torch, never ray.
 A step computes what is left into buffers of its own. They count from the update on: a step that overflows, is left out or is run
 again leaves what was kept before. So the state is constant from one update to the next, as a copy of it needs.
 
-In a checkpoint each rank has its own, by parameter. On the same mesh each gets its own back, to the bit. On another one the sum
-over the ranks is kept: see `Compression.join`.
+In a checkpoint each rank has its own, by parameter. On the same mesh each gets its own back, to the bit. On another one, and where
+copies are sharded over other ranks, the sum over the ranks is kept: see `Compression.join`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ NAME = "comm"
 """Of the extra state in checkpoints."""
 LEFT, SHARED = "left", "shared"
 """Tensors of the state: of this rank alone, or equal on the ranks that sum a gradient."""
+_ROWS = re.compile(r"(.*)[/-]rows-(\d+)-of-\d+")
+"""The key of some rows of a parameter, which the ranks of a copy share: see `part` of a reducer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +121,27 @@ class Compression(StepHook):
                 for name in piece.kept_state:
                     piece.kept_state[name] = tensors[_key(SHARED, name, reducer.part)].clone()
 
-    def join(self, name: str, total: Tensor, of_rank: Tensor, first: bool) -> None:
-        """Adds an old rank's tensor of `state_tensors` to this rank's `total`, which is zeros at the `first` one.
+    def sources(
+        self, own: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ...]]
+    ) -> Mapping[str, Sequence[str]] | None:
+        """See `Joins.sources`. Of what is left all that has rows of this rank's; of what ranks had alike the first of these."""
+        with_rows: dict[str, list[str]] = {}
+        for name in sorted(saved, key=lambda name: _rows(name)[1]):
+            with_rows.setdefault(_rows(name)[0], []).append(name)
+        found: dict[str, Sequence[str]] = {}
+        for name, tensor in own.items():
+            shape, every = tuple(tensor.shape), with_rows.get(_rows(name)[0], [])
+            those = [s for s in every if s == name or _common(name, shape, s, saved[s])]
+            if name.startswith(SHARED):
+                found[name] = [s for s in those if saved[s] == shape][:1]
+            elif not every or any(saved[s] != shape if s == name else saved[s][1:] != shape[1:] for s in those):
+                return None
+            else:  # none of a part that only fills up
+                found[name] = those
+        return found
+
+    def join(self, name: str, total: Tensor, source: str, of_rank: Tensor, first: bool) -> None:
+        """See `Joins.join`.
 
         Of what is left: on one stretch of it. Each rank has another stretch, so the sum over the ranks is to the bit what it was,
         however many there are. What all ranks had alike is taken from the first.
@@ -133,6 +155,12 @@ class Compression(StepHook):
         reducer = next(
             r for r in self._reducers if any(name == _key(LEFT, n, r.part) for p in r.pieces for n in p.shapes)
         )
+        if source != name:
+            common = _common(name, total.shape, source, of_rank.shape)
+            begin, its_begin = (_rows(n)[1] * len(t) for n, t in ((name, total), (source, of_rank)))
+            rows = of_rank[common.start - its_begin : common.stop - its_begin]
+            of_rank = torch.zeros_like(total)
+            of_rank[common.start - begin : common.stop - begin] = rows
         place, ranks = reducer.ranks.index(reducer.me), len(reducer.ranks)
         total.view(-1).tensor_split(ranks)[place].add_(of_rank.reshape(-1).tensor_split(ranks)[place])
 
@@ -140,3 +168,17 @@ class Compression(StepHook):
 def _key(kind: str, name: str, part: str) -> str:
     """The name of a tensor of the state: of ranks that have the same part of a parameter the same."""
     return "/".join(filter(None, (kind, name, part)))
+
+
+def _rows(key: str) -> tuple[str, int]:
+    """The key without the rows that it is of, and their place among those of the other ranks."""
+    found = _ROWS.fullmatch(key)
+    return (found[1], int(found[2])) if found else (key, 0)
+
+
+def _common(key: str, shape: Sequence[int], other: str, its_shape: Sequence[int]) -> range:
+    """The rows of the whole parameter that both have, with those that fill up the last parts."""
+    (begin, rows), (its_begin, its_rows) = (
+        (_rows(k)[1] * (s[0] if s else 1), s[0] if s else 1) for k, s in ((key, shape), (other, its_shape))
+    )
+    return range(max(begin, its_begin), max(min(begin + rows, its_begin + its_rows), begin, its_begin))

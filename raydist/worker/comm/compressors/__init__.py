@@ -80,7 +80,7 @@ class Sums(ABC):
     """Computes the sum of gradients over the ranks by itself."""
 
     def refuse(self, shapes: Mapping[str, Sequence[int]]) -> None:  # noqa: B027
-        """Raises UserError if it can compress none of these parameters."""
+        """Raises UserError if it can compress none of these parameters. With `PLAN.checks_shapes`, also before workers start."""
 
     @abstractmethod
     def state(self, name: str, rows: int, columns: int) -> Tensor | None:
@@ -114,6 +114,12 @@ def scratch(like: Tensor) -> Tensor:
     if _scratch.buffer.numel() < like.numel() or _scratch.buffer.device != like.device:
         _scratch.buffer = torch.empty(like.numel(), device=like.device)
     return _scratch.buffer[: like.numel()].view(like.shape)
+
+
+def refuse(compressor: Rows | Sums, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raises UserError if there are parameters, and it can compress none of them."""
+    if isinstance(compressor, Sums) and shapes:
+        compressor.refuse(shapes)
 
 
 def build(name: str, options: Mapping[str, Any]) -> Rows | Sums:

@@ -28,7 +28,7 @@ from raydist.extension_plans import CompressorPlan
 from raydist.spec.parts import Part
 from raydist.worker.comm.compressors import Matrix, Sums
 
-PLAN = CompressorPlan(feedback=True, bits=1.0, loss_increase=0.13)
+PLAN = CompressorPlan(feedback=True, bits=1.0, loss_increase=0.13, checks_shapes=True)
 _TINY = 1e-30
 
 

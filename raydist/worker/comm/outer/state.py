@@ -14,7 +14,7 @@ stretch by stretch of one replica or another: for a job without `comm.every` tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,15 @@ class ReplicaState:
         for name, buffer in self._buffers.items():
             buffer.copy_(tensors[self._key("buffer", name)])
 
-    def join(self, name: str, total: Tensor, of_rank: Tensor, first: bool) -> None:
+    def sources(
+        self, own: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ...]]
+    ) -> Mapping[str, Sequence[str]] | None:
+        """See `Joins.sources`: those of the same names and shapes."""
+        if any(saved.get(name) != tuple(tensor.shape) for name, tensor in own.items()):
+            return None
+        return {name: (name,) for name in own}
+
+    def join(self, name: str, total: Tensor, source: str, of_rank: Tensor, first: bool) -> None:
         """See `Joins.join`: the mean over the replicas, of the same rows; of whole numbers the first."""
         self._joined[name] = 1 if first else self._joined[name] + 1
         if first:
