@@ -1,14 +1,15 @@
 """Peak memory of a step on meshes of 2 and 4 ranks, over the forecast of `raydist plan`.
 
-    python benchmarks/memory.py
+    python benchmarks/memory.py ["zero3 of 3" ...]
 
-The meshes of tests/planner/test_ranks.py, and its measurement: the bytes that malloc has given to a rank, looked at after every
-operator of a step, above what the process had before the model was built. A ratio is of the rank with the largest one. Asked: at
-most 1.1. It measures no time, so other load does not matter.
+The meshes of tests/planner/test_ranks.py, or those named, whose results replace theirs in the file. Measured as there: the bytes
+that malloc has given to a rank, looked at after every operator of a step, above what the process had before the model was built. A
+ratio is of the rank with the largest one. Asked: at most 1.1. It measures no time, so other load does not matter.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -24,11 +25,9 @@ from common import write
 
 from raydist.planner.estimate import estimates
 from raydist.planner.facts import Machine
-from raydist.planner.measure import Planner
 from raydist.spec import JobSpec
 from raydist.worker.distributed import Rank
-from tests.planner.jobs import VOCAB
-from tests.planner.test_ranks import MESHES, figures
+from tests.planner.test_ranks import MESHES, figures, planner_of
 
 
 def measure(number: int, spec: JobSpec, folder: str) -> None:
@@ -47,12 +46,13 @@ def measure(number: int, spec: JobSpec, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     """Measures, prints a line for each mesh, writes results/memory.json."""
     result: dict[str, Any] = {}
-    for name, spec in MESHES.items():
+    for name in names or MESHES:
+        spec = MESHES[name]
         world, strategy = spec.cluster.most, spec.parallel.strategy
-        planner = Planner(spec, VOCAB, "cpu")
+        planner = planner_of(spec)
         planned = estimates(strategy, spec, Machine(world, world, "cpu"), planner.model(), planner.measure)
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(measure, (spec, folder), nprocs=world)
@@ -63,8 +63,10 @@ def main() -> None:
         print(f"{name:24s} {world} ranks  {peak / 2**20:7.1f} MiB  {ratio:.3f} of the forecast", flush=True)
     worst = max(result, key=lambda name: result[name]["ratio"])
     print(f"at most {result[worst]['ratio']:.3f}: {worst}")
-    print(write("memory", {"meshes": result}))
+    print(write("memory", {"meshes": result}, merge=bool(names)))
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="MESH", help="as tests/planner/test_ranks.py names it")
+    main(parser.parse_args().names)
