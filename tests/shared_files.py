@@ -1,12 +1,18 @@
-"""The files of a run where all users of a host may write, and what docs/explanation/security.md says of them."""
+"""The files of a run where all users of a host may write, and what docs/explanation/security.md says of them.
+
+As a command, on a host that has shared memory and a temporary folder of its own: prints `unexpected` of all that is there, except
+what Ray's own node has, and of the run whose folder is given, as JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from stat import S_IFDIR, S_IFREG
@@ -103,3 +109,8 @@ def unexpected(paths: Iterable[Path], run: Path | None = None) -> list[str]:
             if there.st_mode not in allowed or there.st_uid != os.getuid():
                 found.append(f"{path} has mode {there.st_mode:o} and user {there.st_uid}: not as in {DOCS.name}")
     return found
+
+
+if __name__ == "__main__":
+    temporary = Path(tempfile.gettempdir())
+    print(json.dumps(unexpected([*SHM.iterdir(), *temporary.glob("raydist-*")], Path(sys.argv[1]))))

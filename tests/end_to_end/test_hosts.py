@@ -46,9 +46,12 @@ def test_two_hosts_give_the_bits_of_one(project: Any, ray_hosts: Cluster, undist
     assert places == {(host.name, host.ip) for host in ray_hosts.hosts}
 
 
-def assert_closed(host: Host) -> None:
-    """What listens on the host is what the page on security says; another user of it gets nothing of the run."""
-    done = host.run([sys.executable, "-m", "tests.sockets"], cwd=Path(__file__).parents[2], timeout=240)
+def assert_closed(host: Host, run: Path) -> None:
+    """What listens on the host, and its files, are as the page on security says; another user of it gets nothing of the run."""
+    root = Path(__file__).parents[2]
+    done = host.run([sys.executable, "-m", "tests.shared_files", str(run)], cwd=root, timeout=240)
+    assert json.loads(done.stdout) == [], done.stderr
+    done = host.run([sys.executable, "-m", "tests.sockets"], cwd=root, timeout=240)
     rows, what = json.loads(done.stdout)
     assert {"rank", "raylet", "zygote"} <= {name for name, _ in rows}
     # Ray's own folder is elsewhere on these hosts, and has sockets for every user of the node.
@@ -86,7 +89,7 @@ def test_a_lost_node_costs_no_copy(project: Any, ray_hosts: Cluster, undisturbed
         assert process.poll() is None, (project.root / "lost.log").read_text()
         time.sleep(0.5)  # ranks and MemoryCheckpoints of the hosts do it
     for host in ray_hosts.hosts:
-        assert_closed(host)
+        assert_closed(host, project.runs / "lost")
     ray_hosts.kill_node(second)
     (project.root / "marks" / "lost" / "go").touch()
     ray_hosts.wait_until(lambda: not ray_hosts.nodes()[nodes["host1"]][1])
