@@ -90,7 +90,8 @@ HICCUPS: list[Fault] = [
     BusyStorage(rank=1, step=27, operations=1),
     NoInodes(rank=1, step=54, operations=1),
     StorageGone(rank=1, step=20, operations=1),
-    StuckData(rank=1, step=29),  # for two seconds, in which the save of step 27 is completed
+    # For two seconds, in which the save of step 27 is completed. In step 26, where an attempt ends, the loader may be at 29.
+    StuckData(rank=1, step=30),
     ReadOnly(rank=0, step=30, operations=1),
     SlowStorage(step=31, delay=0.1, seconds=0.3),
     Pause(rank=1, step=32, seconds=0.1, gap=0.1, stops=2),
@@ -263,7 +264,7 @@ def test_damaged_checkpoints_are_rejected(disturbed: Any) -> None:
 def test_a_stuck_loader_is_started_again(disturbed: Any) -> None:
     """The event has the rank, the step, and the line at which the loader's thread blocks; no attempt ends."""
     # On a busy machine a loader may take as long in another step.
-    (stalled,) = (event for event in disturbed.events("disturbed", "data_stalled") if event["step"] == 29)
+    (stalled,) = (event for event in disturbed.events("disturbed", "data_stalled") if event["step"] == 30)
     assert (stalled["rank"], stalled["final"]) == (1, False)
     assert "injector.py" in stalled["where"]
 

@@ -141,7 +141,7 @@ def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
     browser.value(f"{LOSS}.plot.focus()")
     for _ in range(2):
         browser.page("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
-    assert texts(browser, ".told")[0].startswith("step 103, training 1.0")
+    assert texts(browser, ".spoken")[0].startswith("step 103, training 1.0")
     memory = CHART.format(json.dumps("Memory"))
     assert [(at, words) for at, words, _ in browser.value(f"{memory}.chart.marks")] == [
         (97, "attempt 2"), (70, "leak"), (94.5, "injected fault"), (98, "checkpoint corrupt"), (96, "worker died"),
@@ -149,10 +149,10 @@ def test_values_under_the_pointer(browser: Chromium, written: Path) -> None:
     browser.value(f"{memory}.plot.focus()")
     for key, rank in (("ArrowRight", 0), ("ArrowDown", 1), ("ArrowLeft", 1)):
         browser.page("Input.dispatchKeyEvent", type="keyDown", key=key)
-        assert browser.value(f"{memory}.told.textContent") == f"rank {rank}, 0 to 1.58 s, no value"
+        assert browser.value(f"{memory}.status.textContent") == f"rank {rank}, 0 to 1.58 s, no value"
     for key in ["ArrowRight"] * 10:
         browser.page("Input.dispatchKeyEvent", type="keyDown", key=key)
-    assert browser.value(f"{memory}.told.textContent") == "rank 1, 15.8 s to 17.4 s, 1.0 GiB"
+    assert browser.value(f"{memory}.status.textContent") == "rank 1, 15.8 s to 17.4 s, 1.0 GiB"
 
 
 def test_a_heat_map_is_one_picture(browser: Chromium, written: Path) -> None:
