@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from raydist.checkpoint.manifest import Manifest
@@ -71,20 +70,20 @@ def read(
     for name, tensor in own.items():
         if sources[name]:
             tensor.zero_()
+    like = {source: tensor for name, tensor in own.items() for source in sources[name]}
     for rank in range(found.world_size):
         theirs = {
-            (name, source): torch.empty(entry.shape, dtype=tensor.dtype, device=tensor.device)
-            for name, tensor in own.items()
-            for source in sources[name]
+            source: tensor.new_empty(entry.shape)
+            for source, tensor in like.items()
             if (entry := found.tensors.get(rank_name(rank, source))) is not None
         }
         if theirs:
-            fill({rank_name(rank, source): t for (_, source), t in theirs.items()})
-        for (name, source), tensor in theirs.items():
+            fill({rank_name(rank, source): tensor for source, tensor in theirs.items()})
+        for name, tensor in own.items():
             state = owner(name)
             assert state is not None
             prefix = tensor_name(state, "")
-            joins[state].join(
-                name.removeprefix(prefix), own[name], source.removeprefix(prefix), tensor, name not in begun
-            )
-            begun.add(name)
+            for source in filter(theirs.__contains__, sources[name]):
+                first = name not in begun
+                joins[state].join(name.removeprefix(prefix), tensor, source.removeprefix(prefix), theirs[source], first)
+                begun.add(name)
