@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from raydist import pysource
 from raydist.pysource import lacks
 
 THERE = {
@@ -81,3 +85,32 @@ def test_packages_and_what_is_no_source(module: Path) -> None:
     assert lacks("early_package", "parts") is None
     assert lacks("early_package", "build") == 'early_package has no "build"'
     assert lacks("math", "build") is None
+
+
+class Garbage:
+    """Only the garbage collector frees it; its finalizer lets another thread run."""
+
+    def __init__(self) -> None:
+        self.cycle = self
+
+    def __del__(self) -> None:
+        threading.Event().wait(0)
+
+
+def test_threads_parse_at_once() -> None:
+    """A garbage collection within one thread's parse does not fail another's, as it does with `ast.parse` of Python 3.11."""
+    text = Path(pysource.__file__).read_bytes()
+
+    def parse() -> None:
+        for _ in range(50):
+            _ = [Garbage() for _ in range(20)]
+            pysource.parse(text, pysource.__file__)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(parse) for _ in range(4)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(before)

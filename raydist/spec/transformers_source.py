@@ -69,7 +69,7 @@ def _classes(file: str) -> list[ast.ClassDef]:
     folder = _models_folder()
     if folder is None or not (folder / file).exists():
         return []
-    return [node for node in ast.parse((folder / file).read_bytes()).body if isinstance(node, ast.ClassDef)]
+    return [node for node in pysource.parse((folder / file).read_bytes(), file).body if isinstance(node, ast.ClassDef)]
 
 
 def _arguments(of: ast.ClassDef) -> set[str] | None:
