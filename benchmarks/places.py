@@ -44,10 +44,10 @@ class Net:
     def __init__(self) -> None:
         self.hosts = Hosts(4)
         self.hosts.__enter__()
-        self.cluster = Cluster(self.hosts, size=1, cpus=0, plain=True)
+        self.cluster = Cluster(self.hosts, size=1, cpus=0)
         self.cluster.__enter__()
         for host in self.nodes:
-            self.cluster.add_node(host, cpus=1)
+            self.cluster.add_node(host, cpus=1, plain=True)
         self.address = self.cluster.address
         self.cuts: list[int] = []
         """Steps at which the network of a rank's host is cut."""
@@ -84,7 +84,7 @@ class Net:
             if self._headless:
                 self.cluster.restart(1, port=int(self.address.rpartition(":")[2]) + 1)
                 for host in self.nodes:
-                    self.cluster.add_node(host, cpus=1)
+                    self.cluster.add_node(host, cpus=1, plain=True)
                 self.address, self._headless = self.cluster.address, False
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Net:
                 living = self.cluster.node_ids()
                 for host in self.nodes:
                     if host.name not in living and host is not cut:
-                        self.cluster.add_node(host, cpus=1)
+                        self.cluster.add_node(host, cpus=1, plain=True)
                 if cut is None and self.watched is not None and self.moves and self._step() >= self.moves[0]:
                     self.done.append({"fault": "move_head", "rank": "-", "step": self.moves.pop(0)})
                     self._lose_head()
