@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
-from raydist.extension_plans import StrategyPlan, optimizer_plan
+from raydist.extension_plans import State, StrategyPlan, optimizer_plan
 from raydist.planner.facts import ROOT, Activations, Estimate, Machine, Model, Moment, Param, Pass, Peak
 from raydist.planner.links import experts_share, group_share, replicas_network, stages_share
 from raydist.planner.pipeline import StageBytes, heaviest_moment
-from raydist.planner.shares import BYTES, FP32, plan_of, replicas, shard_of, units
+from raydist.planner.shares import BYTES, FP32, parts_of, plan_of, replicas, shard_of, units
 from raydist.planner.traffic import ddp_bucket, outer_sent, tensor_traffic, traffic
 from raydist.spec.comm import sent_bytes
 
@@ -122,14 +122,17 @@ def _estimate(
     """A rank with these parts of the model, which has the most beside its state at `moment`."""
     shard, plan = shard_of(strategy, spec, machine), plan_of(strategy)
     sharded = plan.sharded if replicas(spec, machine) > 1 else ()
-    params = [p for model, _ in stages for p in model.params]
-    # Ranks that parameters, gradients and optimizer state are split over.
-    over = [shard if state in sharded else 1 for state in ("parameters", "gradients", "optimizer")]
-    parameters = FP32 * sum(p.part(over[0]) for p in params)
-    gradients = FP32 * sum(p.part(over[1]) for p in params if p.trained)
-    optimizer = sum(optimizer_bytes(p, spec.optim, over[2]) for p in params if p.trained)
+    split = [part for model, _ in stages for part in parts_of(strategy, spec, machine, model)]
+
+    def divided(state: State) -> list[tuple[Param, int]]:
+        """Each parameter, and the ranks that this part of its state is split over."""
+        return [(p, shard if state in sharded else 1) for part, _, shard in split for p in part.params]
+
+    parameters = FP32 * sum(p.part(over) for p, over in divided("parameters"))
+    gradients = FP32 * sum(p.part(over) for p, over in divided("gradients") if p.trained)
+    optimizer = sum(optimizer_bytes(p, spec.optim, over) for p, over in divided("optimizer") if p.trained)
     host = disk = 0
-    updated = FP32 * sum(p.part(over[2]) for p in params if p.trained)
+    updated = FP32 * sum(p.part(over) for p, over in divided("optimizer") if p.trained)
     if spec.offload.optimizer == "nvme":
         buffers = int(min(_SWAP_BUFFERS * spec.offload.chunk_mb * 2**20, optimizer))
         disk, optimizer = optimizer, buffers
@@ -157,7 +160,7 @@ def _estimate(
         loss=moment.loss,
         host=host,
         disk=disk,
-        copy=sum(_copy("parameters" in sharded, spec, machine, model, shard) for model, _ in stages),
+        copy=sum(_copy(strategy, spec, machine, model) for model, _ in stages),
         exchanged=exchanged,
         sent=sum(sum(astuple(traffic(strategy, spec, machine, model))) for model, _ in stages),
         tensor_sent=tensor_sent,
@@ -172,19 +175,20 @@ def _moments(
     plan, peaks, shard = plan_of(strategy), activations.peaks, shard_of(strategy, spec, machine)
     kept = _compression(plan, spec, machine, model, shard) + _outer(plan, spec, machine, model, shard)
     if "parameters" in plan.sharded and replicas(spec, machine) > 1 and plan.in_flight is None:
-        moments, waiting = _fully_sharded(spec, machine, model, shard, peaks)
+        moments, waiting = _fully_sharded(strategy, spec, machine, model, peaks)
         return moments, waiting + kept
     own = plan.in_flight
     waiting = own(spec, machine, model) if own else _replicated_in_flight(plan, spec, machine, model)
     return [Moment(p.phase, p.whole, 0, p.activations, p.loss) for p in peaks], waiting + kept
 
 
-def _copy(sharded: bool, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
+def _copy(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> int:
     """One rank's share of the state: its rows where parameters are sharded, else an equal part of the whole."""
     if spec.snapshot_every is None:
         return 0
-    made = 0
-    for part, over in model.by_replicas(shard if sharded else replicas(spec, machine)):
+    made, sharded = 0, "parameters" in plan_of(strategy).sharded
+    for part, ranks, shard in parts_of(strategy, spec, machine, model):
+        over = shard if sharded else ranks
         optimizer = sum(optimizer_bytes(p, spec.optim) for p in part.params if p.trained)
         weights = part.size(trained=spec.model.lora is not None)  # frozen ones beside adapters are in no copy
         made += -(-(FP32 * weights + part.buffers + optimizer) // over)
@@ -236,9 +240,8 @@ def _stays_gathered(strategy: str, spec: JobSpec, machine: Machine, model: Model
     plan = plan_of(strategy)
     if "parameters" not in plan.sharded or replicas(spec, machine) == 1 or plan.in_flight is not None:
         return 0
-    shard = shard_of(strategy, spec, machine)
     stays = 0
-    for part, over in model.by_replicas(shard):
+    for part, _, over in parts_of(strategy, spec, machine, model):
         each, parts = BYTES[spec.precision.params] * over, units(part, over)
         root = each * parts.pop(ROOT, 0)
         blocks = [each * parts[i] for i in sorted(parts)]
@@ -248,14 +251,14 @@ def _stays_gathered(strategy: str, spec: JobSpec, machine: Machine, model: Model
 
 
 def _fully_sharded(
-    spec: JobSpec, machine: Machine, model: Model, shard: int, peaks: Sequence[Peak]
+    strategy: str, spec: JobSpec, machine: Machine, model: Model, peaks: Sequence[Peak]
 ) -> tuple[list[Moment], int]:
     """`_moments` under FSDP2: blocks are gathered and freed; parameters of no block stay gathered.
 
     A collective has its own flat buffer, besides the tensors used for computation.
     """
     moments, buffers = list[Moment](), 0
-    for part, over in model.by_replicas(shard):
+    for part, _, over in parts_of(strategy, spec, machine, model):
         of_part, of_all = _fully_sharded_part(spec, machine, part, over, peaks)
         buffers += of_all
         both = zip(moments, of_part, strict=True)

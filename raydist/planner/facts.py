@@ -33,12 +33,17 @@ def _once(method: Callable[Concatenate[Model, P], R]) -> Callable[Concatenate[Mo
     return call
 
 
+def times(ranks: int, replicas: Fraction | None) -> int:
+    """Ranks that hold a parameter with these `replicas` where so many hold one without."""
+    return ranks if replicas is None else max(int(ranks * replicas), 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Param:
     """One parameter, as a rank has it. `unit`: the number of its block, or ROOT.
 
-    `whole`: its shape in the model, if tensor parallel ranks have parts of it; None: they have all of it. `replicas`: how many
-    times as many ranks hold it as hold parameters of no expert: tensor / expert for experts on several ranks.
+    `whole`: its shape in the model, if tensor parallel ranks have parts of it; None: they have all of it. `replicas`: of an
+    expert on several ranks, how many times as many ranks hold it as hold parameters of no expert: tensor / expert; else None.
     """
 
     name: str
@@ -46,7 +51,7 @@ class Param:
     trained: bool
     unit: int
     whole: tuple[int, ...] | None = None
-    replicas: Fraction = Fraction(1)
+    replicas: Fraction | None = None
 
     def part(self, ranks: int) -> int:
         """Elements of the largest shard over `ranks` ranks: whole rows, split like torch.chunk."""
@@ -54,7 +59,7 @@ class Param:
 
     def rows(self, ranks: int) -> tuple[int, ...]:
         """Shape of that shard."""
-        over = 1 if ranks == 1 else max(int(ranks * self.replicas), 1)
+        over = 1 if ranks == 1 else times(ranks, self.replicas)
         return (-(-self.shape[0] // over), *self.shape[1:]) if self.shape else ()
 
 
@@ -81,9 +86,14 @@ class Model:
         are `ranks` of the latter: a strategy of its own works on each."""
         found = []
         for each in dict.fromkeys(p.replicas for p in self.params):
-            own = tuple(replace(p, replicas=Fraction(1)) for p in self.params if p.replicas == each)
-            found.append((Model(own, self.buffers if each == 1 else 0), max(int(ranks * each), 1)))
+            own = tuple(replace(p, replicas=each and Fraction(1)) for p in self.params if p.replicas == each)
+            found.append((Model(own, 0 if each else self.buffers), times(ranks, each)))
         return (*found,)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether its parameters are those of experts on several ranks alone, as in a part of `by_replicas`."""
+        return all(p.replicas is not None for p in self.params)
 
     @property
     @_once

@@ -49,7 +49,7 @@ class FakeModule:
                     p.requires_grad,
                     units.get(id(p), ROOT),
                     None if p.shape == whole[name] else tuple(whole[name]),
-                    replicas.get(name, Fraction(1)),
+                    replicas.get(name),
                 )
                 for name, p in module.named_parameters()
             ),

@@ -45,6 +45,18 @@ def shard_of(strategy: str, spec: JobSpec, machine: Machine) -> int:
     return count if plan.group is None else plan.group(spec, count, on_node)
 
 
+def parts_of(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> list[tuple[Model, int, int]]:
+    """Its experts on several ranks and its other parameters, each as a model of its own, with the ranks that hold them, and the
+    number of these that hold one copy of the sharded state: of experts all, where they have another strategy."""
+    ranks, shard, apart = (
+        replicas(spec, machine),
+        shard_of(strategy, spec, machine),
+        plan_of(strategy).experts is not None,
+    )
+    both = zip(model.by_replicas(ranks), model.by_replicas(shard), strict=True)
+    return [(part, over, over if apart and part.of_experts else of_copy) for (part, over), (_, of_copy) in both]
+
+
 def units(model: Model, ranks: int, trained: bool = False) -> dict[int, int]:
     """Unit -> elements of one rank's part of it, padded to the largest rank's rows."""
     return {**model.units(ranks, trained)}

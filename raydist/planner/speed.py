@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raydist.planner.facts import Activations, Machine, Model, Traffic
-from raydist.planner.shares import plan_of, replicas, shard_of, units
+from raydist.planner.shares import parts_of, plan_of, replicas, shard_of, units
 from raydist.planner.traffic import last_share, tensor_traffic, traffic
 from raydist.worker.metrics.flops import GPUS, known_device
 from raydist.worker.pipeline_schedule import Timeline, timeline
@@ -191,8 +191,8 @@ def speed(
         group = sum(in_group[n] for n in own)
         offload = 0.0
         if spec.offload.optimizer == "cpu":
-            shard = shard_of(strategy, spec, machine)
-            trained = sum(sum(units(stages[n], shard, trained=True).values()) for n in own)
+            parts = [(part, over) for n in own for part, _, over in parts_of(strategy, spec, machine, stages[n])]
+            trained = sum(sum(units(part, over, trained=True).values()) for part, over in parts)
             way = 4 * trained / device.host
             offload = max(0.0, way - last) + max(_UPDATE_BYTES * trained / _HOST_BYTES, way)
         waits = line.ends[rank] - line.busy[rank]

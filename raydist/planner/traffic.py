@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raydist.extension_plans import StrategyPlan, buckets, compressor_plan
 from raydist.planner.facts import ROOT, Activations, Machine, Model, Traffic
-from raydist.planner.shares import BYTES, FP32, plan_of, replicas, shard_of, units
+from raydist.planner.shares import BYTES, FP32, parts_of, plan_of, replicas, shard_of, units
 from raydist.spec.comm import sent_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def traffic_of_parts(
     if plan.traffic is not None and ranks > 1:
         yield Traffic(*plan.traffic(spec, machine, model)), ranks, shard
         return
-    for (part, over), (_, over_shard) in zip(model.by_replicas(ranks), model.by_replicas(shard), strict=True):
+    for part, over, over_shard in parts_of(strategy, spec, machine, model):
         yield _traffic(plan, spec, machine, part, over, over_shard), over, over_shard
 
 

@@ -187,7 +187,8 @@ def on_mesh(
         train=train,
         cluster={"workers": world},
         precision=precision,
-        parallel={"strategy": strategy, **mesh, **({"shard": 2} if strategy == "hsdp" and replicas == 2 else {})},
+        # Where there are more replicas, over two groups of them.
+        parallel={"strategy": strategy, **mesh, **({"shard": 2} if strategy == "hsdp" else {})},
     )
 
 
@@ -202,12 +203,11 @@ MESHES = {
     "pipeline 2, interleaved": on_mesh("ddp", 2, 6, pipeline=2, chunks=2),
     "pipeline 4": on_mesh("ddp", 4, 6, pipeline=4),
     "pipeline 2, tensor 2": on_mesh("ddp", 4, 4, precision="bf16", checkpoint="selective", pipeline=2, tensor=2),
-    # ddp: above; hsdp shards within these two replicas, as zero3 does.
-    **{f"{name}, pipeline 2": on_mesh(name, 4, 4, pipeline=2) for name in ("zero1", "zero2", "zero3")},
-    **{f"{name}, expert 2": on_mesh(name, 4, model="mixtral", expert=2) for name in ("ddp", "zero2", "zero3")},
+    **{f"{name}, pipeline 2": on_mesh(name, 4, 4, pipeline=2) for name in ("zero1", "zero2", "zero3", "hsdp")},
+    **{f"{name}, expert 2": on_mesh(name, 4, model="mixtral", expert=2) for name in ("ddp", "zero2", "zero3", "hsdp")},
     "context 2": on_mesh("zero2", 2, context=2),
     "context 2, full": on_mesh("ddp", 2, precision="bf16", checkpoint="full", layers=4, context=2),
-    "zero3, context 2": on_mesh("zero3", 4, context=2),
+    **{f"{name}, context 2": on_mesh(name, 4, context=2) for name in ("zero3", "hsdp")},
     "tensor 2, expert 4": on_mesh("zero1", 4, model="mixtral", tensor=2, expert=4),
     "zero1, expert 2": on_mesh("zero1", 4, model="mixtral", expert=2),
     "hsdp, tensor 2": on_mesh("hsdp", 4, tensor=2),
