@@ -80,7 +80,13 @@ class Storage:
             if "://" in text and not text.startswith("file://"):
                 (self.fs, self.root), self.full_uri = remote_filesystem.open_uri(text), text.rstrip("/")
             else:
-                self.local = Path(text.removeprefix("file://")).expanduser().absolute()
+                name = text.removeprefix("file://")
+                if name != text and not name.startswith("/"):
+                    raise UserError(
+                        f"storage {text!r}: a file:// URI has a host or a relative path", "write file:///folder"
+                    )
+                # Not Path.expanduser, which raises RuntimeError for a user that does not exist.
+                self.local = Path(os.path.expanduser(name)).absolute()
                 self.fs, self.root, self.full_uri = pafs.LocalFileSystem(), str(self.local), str(self.local)
         except (pa.ArrowInvalid, OSError) as error:
             hint = remote_filesystem.remedy(text, _FORMS)
