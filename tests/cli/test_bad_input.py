@@ -192,6 +192,7 @@ COMMANDS = {
         for name in ("fifo", "/dev/zero")
     },
     **{f"{command} file://host/x": "has a host or a relative path" for command in ("show", "runs --storage", "data show")},
+    **{f"{command} \udcff": "is not UTF-8" for command in ("show", "runs --storage", "data show")},
     "checkpoint export nosuch --out x": "nosuch",
     "plan job.yaml --memory x": "write 80GiB",
     "plan job.yaml --device nosuch": "no GPU with a known peak",
