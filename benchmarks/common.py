@@ -77,12 +77,12 @@ def interleaved(
     return wall, processor
 
 
-def on_hosts(script: str, world: int, rate: str, given: Sequence[str]) -> dict[str, Any]:
+def on_hosts(script: str, world: int, rate: str, given: Sequence[str], burst: str = "128kb") -> dict[str, Any]:
     """The JSON that rank 0 of SCRIPT prints. Each rank is on a host of its own, a network namespace whose link has the rate
-    ("none": no limit), with the options `given`, `--master` and `--rank`. Needs root."""
+    ("none": no limit) and `burst` (tests/hosts.py), with the options `given`, `--master` and `--rank`. Needs root."""
     from tests.hosts import Hosts
 
-    with Hosts(world, None if rate == "none" else rate) as hosts:
+    with Hosts(world, None if rate == "none" else rate, burst) as hosts:
         command = [sys.executable, script, *given, "--master", hosts[0].ip, "--rank"]
         others = [hosts[i].popen([*command, str(i)]) for i in range(1, world)]
         done = hosts[0].run([*command, "0"], timeout=7200)

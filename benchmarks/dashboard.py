@@ -1,8 +1,9 @@
-"""Cost of `raydist dashboard`: a large run opened first and later, 50 viewers of a run that trains, a list of 1,000 runs.
+"""Cost of `raydist dashboard`: a large live run opened first and later, 50 viewers of a small one, a list of 1,000 runs.
 
     python benchmarks/dashboard.py [--steps 288000] [--ranks 1000] [--readings 1440] [--runs 1000] [--viewers 50] [--seconds 60]
 
-The large run is one of 24 hours: steps of 0.3 s, and a reading of each rank a minute, as they are stored after the first hour.
+The large run is one of 24 hours: steps of 0.3 s, and a reading of each rank a minute, as they are stored after the first hour. Its
+heartbeat changes every two seconds; `large_anew` has the slowest of its openings, one a second, until its page was made twice anew.
 The server is the command itself, in its own process. Its processor time is read from /proc. Viewers follow the page as its script
 does: each reads one stream of what has changed. The run that trains gets a step and a reading of each of its 8 ranks twice
 a second.
@@ -62,12 +63,17 @@ class Client:
 
     def watch(self, path: str, until: float) -> None:
         """As the page's script: one stream."""
-        version = re.findall(r'data-version="([^"]+)"', self.get(path)[1])[0]
-        self._connection.request("GET", f"{path}?since={version}", headers=self._headers)
+        since = version(self.get(path)[1])
+        self._connection.request("GET", f"{path}?since={since}", headers=self._headers)
         answer = self._connection.getresponse()
         while time.monotonic() < until:
             self.bytes += len(answer.readline())
         self._connection.close()
+
+
+def version(page: str) -> str:
+    """Of a page."""
+    return str(re.findall(r'data-version="([^"]+)"', page)[0])
 
 
 def few(home: Path, count: int) -> None:
@@ -93,12 +99,34 @@ def train(run: RunDir, stop: threading.Event) -> None:
         samples.add([reading(time.time(), rank, step) for rank in range(RANKS)])
         log.flush()
         samples.flush()
-        write_state(
-            run,
-            {"status": "running", "heartbeat_at": time.time(), "driver": this_process(), "step": step, "attempt": 1},
-        )
+        beat(run, step)
         stop.wait(0.5)
     log.close()
+
+
+def beat(run: RunDir, step: int) -> None:
+    """The state of a run that trains."""
+    state = {"status": "running", "heartbeat_at": time.time(), "driver": this_process(), "step": step, "attempt": 1}
+    write_state(run, state)
+
+
+def beating(run: RunDir, step: int, stop: threading.Event) -> None:
+    """Until `stop`."""
+    while not stop.is_set():
+        beat(run, step)
+        stop.wait(2.0)
+
+
+def anew(client: Client, path: str, times: int) -> dict[str, Any]:
+    """Opens a page once a second until it was made so many times anew."""
+    waits, seen, begun = list[float](), set[str](), time.monotonic()
+    while len(seen) <= times:
+        wall, body = client.get(path)
+        waits.append(wall)
+        seen.add(version(body))
+        time.sleep(1.0)
+    spent = round(time.monotonic() - begun)
+    return {"made": times, "seconds": spent, "openings": len(waits), "slowest_s": round(max(waits), 3)}
 
 
 def opened(client: Client, name: str, path: str, server: psutil.Process) -> dict[str, Any]:
@@ -154,6 +182,8 @@ def main() -> None:
         stop = threading.Event()
         trainer = threading.Thread(target=train, args=(RunDir(home / "live"), stop))
         trainer.start()
+        large = threading.Thread(target=beating, args=(RunDir(home / "large"), options.steps, stop))
+        large.start()
         command = [sys.executable, "-m", "raydist", "dashboard", str(home), str(many), "--port", "0"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert process.stdout is not None
@@ -163,11 +193,18 @@ def main() -> None:
             result |= opened(client, "list", "/", server)
             result["alone"] = viewers(url, "/run/0/live", 1, options.seconds, server)
             result["together"] = viewers(url, "/run/0/live", options.viewers, options.seconds, server)
-            # Last: the server then examines its telemetry in the background, for a minute. It has closed the idle connection.
-            result |= opened(Client(url), "large", "/run/0/large", server)
+            client = Client(url)  # the server has closed the idle connection
+            result |= opened(client, "large", "/run/0/large", server)
+            result["large_anew"] = anew(client, "/run/0/large", 2)
+            first, later = (
+                client.get("/run/0/large?first=1000&last=9000"),
+                client.get("/run/0/large?first=1000&last=9000"),
+            )
+            result["large_zoomed"] = {"first_s": round(first[0], 3), "later_s": round(later[0], 3)}
         finally:
             stop.set()
             trainer.join()
+            large.join()
             process.send_signal(signal.SIGTERM)
             process.wait()
             process.stdout.close()

@@ -175,18 +175,18 @@ def main(number: int, master: str, rounds: int) -> None:
 
 
 class Forecast:
-    """What `raydist plan` says of a variant: `sent` bytes of a rank in a step, and its `seconds`."""
+    """What `raydist plan` says of a job on two hosts: bytes that rank 0 has `sent` in a step, and its `seconds`."""
 
-    def __init__(self, name: str) -> None:
-        self.spec, self.machine = job(name), Machine(WORLD, 1, "cpu")
-        planner, strategy = Planner(self.spec, VOCAB, "cpu"), self.spec.parallel.strategy
+    def __init__(self, spec: JobSpec, vocabulary: int) -> None:
+        self.spec, self.machine = spec, Machine(WORLD, 1, "cpu")
+        planner, strategy = Planner(self.spec, vocabulary, "cpu"), self.spec.parallel.strategy
         self.model, self.flops = planner.model(), planner.flops_per_token()
         self.passes = measured(strategy, self.spec, self.machine, self.model, planner.measure)
         first = estimates(strategy, self.spec, self.machine, self.model, planner.measure)[0]
         self.sent = first.sent + first.tensor_sent + first.pipeline_sent + first.exchanged
         stages = [stage.model for stage in self.model.stages] or [self.model]
         between = [traffic(strategy, self.spec, self.machine, stage) for stage in stages[:1]]
-        gathers = sum(each.gathers for each in between) + first.tensor_sent * ("tensor" in MESHES[name]) / 2
+        gathers = sum(each.gathers for each in between) + first.tensor_sent * (spec.parallel.tensor > 1) / 2
         reduced = first.sent if strategy == "ddp" else 0
         self.kinds = {"all_reduce": reduced, "all_gather": gathers, "send": first.pipeline_sent}
         self.kinds["all_to_all"] = self.sent - sum(self.kinds.values())
@@ -231,7 +231,7 @@ if __name__ == "__main__":
             found[name] = json.loads(done.stdout.splitlines()[-1])
     result: dict[str, Any] = {}
     for variant in MESHES:
-        forecast = Forecast(variant)
+        forecast = Forecast(job(variant), VOCAB)
         free = found["unlimited"]
         flops = forecast.calibrated(free["variants"][variant]["seconds"], forecast.link(free["links"]))
         rows = {}

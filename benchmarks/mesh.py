@@ -1,6 +1,10 @@
 """Time of a training step on a mesh, beside torch doing the same, in one interleaved run.
 
-    python benchmarks/mesh.py [tensor | pipeline | expert] [--rounds 12]
+    python benchmarks/mesh.py [tensor | pipeline | expert | bubble] [--rounds 12] [--rate none | 1gbit | 200mbit]
+
+With `--rate` each rank is on a host of its own, a network namespace whose link has that rate; it needs root. The result has also
+the bytes of rank 0's link in a step, with TCP's and Ethernet's headers, over those of `raydist plan`. A result joins those of other
+rates in the file.
 
 Two gloo ranks of one thread each train the same GPT on the same samples, with fused AdamW. They run all variants alternately, in a
 new order each round: one warm-up step, then two measured ones. raydist's is raydist.worker.step.TrainStep. The losses of the first
@@ -13,23 +17,32 @@ last stage computes cross_entropy of all logits. raydist also sums the gradient 
 expert: 8 experts a layer, of which a token takes 2, on two replicas that share them; torch's is a layer by hand with
 all_to_all_single_autograd and grouped_mm, in DistributedDataParallel, which leaves the experts out. raydist also sums the gradient
 norm and the loads of the experts, and torch's variant does neither.
+bubble: two micro-batches of four sequences in two stages, four and eight, raydist's alone: the speed of interleaved schedules over
+1F1B, where ranks wait a third of the step, and over what the formula of the bubble gives. The vocabulary is small, so that stages
+are nearly equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from common import interleaved, write
+from common import RESULTS, interleaved, machine, on_hosts, write
+from links import RATES, Forecast, sent_on
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,12 +78,20 @@ from raydist.worker.step import TrainStep, loss_sum
 WORLD, VOCAB, BATCH, LR = 2, 2048, 4, 1e-3
 MODEL = {"layers": 6, "width": 384, "heads": 6, "context": 128, "tie_embeddings": False}
 TOKENS = BATCH * 128
+BURSTS = {"none": "128kb", **{rate: burst for rate, burst in RATES.values() if rate is not None}}
+
+
+def _job(model: dict[str, Any], rows: int, micro_batches: int, **mesh: Any) -> JobSpec:
+    """The job of all variants. `rows`: sequences of a micro-batch; `micro_batches`: of all replicas."""
+    train = {"steps": 1, "global_batch": rows * micro_batches, "micro_batch": rows}
+    return JobSpec.model_validate({
+        "data": {"source": "any"}, "train": train, "model": model, "parallel": mesh, "cluster": {"workers": WORLD},
+    })  # fmt: skip
 
 
 def job() -> JobSpec:
-    """The job of both variants."""
-    sections = {"data": {"source": "any"}, "train": {"steps": 1}, "model": MODEL}
-    return JobSpec.model_validate(sections | {"parallel": {"tensor": WORLD}, "cluster": {"workers": WORLD}})
+    """The job of a tensor group."""
+    return _job(MODEL, BATCH, 1, tensor=WORLD, tensor_across_nodes=True)
 
 
 class Ours:
@@ -137,15 +158,16 @@ class Torchs:
 
 STAGED = {**MODEL, "layers": 8}
 MICRO_BATCHES = 8
+FEW, FEW_ROWS, FEW_IDS = 2, 4, 256
+"""Micro-batches of `bubble`, their sequences, and its vocabulary."""
+CHUNKS = {"1f1b": 1, "chunks_2": 2, "chunks_4": 4}
+"""Its variants, and the stages of a rank."""
 
 
-def staged_job(chunks: int) -> JobSpec:
+def staged_job(chunks: int, rows: int = 1, micro_batches: int = MICRO_BATCHES) -> JobSpec:
     """The job of a pipeline, cut into stages of equally many blocks."""
     cut = [STAGED["layers"] // (WORLD * chunks)] * WORLD * chunks
-    return JobSpec.model_validate({
-        "data": {"source": "any"}, "train": {"steps": 1}, "model": STAGED, "cluster": {"workers": WORLD},
-        "parallel": {"pipeline": WORLD, "chunks": chunks, "pipeline_cut": cut},
-    })  # fmt: skip
+    return _job(STAGED, rows, micro_batches, pipeline=WORLD, chunks=chunks, pipeline_cut=cut)
 
 
 SPARSE = {**MODEL, "name": "mixtral", "layers": 4, "hidden": 512}
@@ -153,8 +175,7 @@ SPARSE = {**MODEL, "name": "mixtral", "layers": 4, "hidden": 512}
 
 def sparse_job() -> JobSpec:
     """The job of two replicas that share the experts."""
-    sections = {"data": {"source": "any"}, "train": {"steps": 1}, "model": SPARSE}
-    return JobSpec.model_validate(sections | {"parallel": {"expert": WORLD}, "cluster": {"workers": WORLD}})
+    return _job(SPARSE, BATCH // WORLD, WORLD, expert=WORLD)
 
 
 class OurExperts:
@@ -240,11 +261,11 @@ class TorchExperts:
 
 
 class OurPipeline:
-    """raydist's step, with micro-batches of one sequence."""
+    """raydist's step, with micro-batches of `rows` sequences."""
 
-    def __init__(self, rank: Rank, tokens: Tensor, chunks: int) -> None:
-        spec = staged_job(chunks)
-        self.batches = [MicroBatch(t[:, :-1], t[:, 1:].contiguous()) for t in tokens.split(1)]
+    def __init__(self, rank: Rank, tokens: Tensor, chunks: int, rows: int = 1, vocabulary: int = VOCAB) -> None:
+        spec = staged_job(chunks, rows, len(tokens) // rows)
+        self.batches = [MicroBatch(t[:, :-1], t[:, 1:].contiguous()) for t in tokens.split(rows)]
         self.tokens = sum(b.tokens.numel() for b in self.batches)
         mesh = Mesh.of(spec, rank)
         torch.manual_seed(1)
@@ -252,9 +273,11 @@ class OurPipeline:
         assert isinstance(strategy, Pipeline)
 
         def example(module: nn.Module, samples: int = 1, part: bool = False) -> Tensor:
-            return call_model(module, self.batches[0]).sum() if part else loss_sum(module, self.batches[0])
+            first = self.batches[0].tokens[:1].expand(samples, -1)
+            batch = MicroBatch(first, first)
+            return call_model(module, batch).sum() if part else loss_sum(module, batch)
 
-        strategy.wrap(strategy.cut(gpt.build(spec.model, VOCAB)), example)
+        strategy.wrap(strategy.cut(gpt.build(spec.model, vocabulary)), example)
         shards = strategy.shards()
         self.step = TrainStep(
             mesh, strategy, optimizers.build(shards, spec.optim, rank.device), Precision(spec.precision, rank.device),
@@ -316,61 +339,152 @@ class TorchPipeline:
         return float(summed.detach())
 
 
-def main(number: int, port: int, rounds: int, what: str) -> None:
-    """One rank. Rank 0 writes the result."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=number, world_size=WORLD)
-    control = dist.new_group(backend="gloo")
-    rank = Rank(number, WORLD, number, torch.device("cpu"), "gloo", "127.0.0.1", control, ())
-    count = MICRO_BATCHES if what == "pipeline" else BATCH
-    tokens = torch.randint(VOCAB, (count, MODEL["context"] + 1), generator=torch.Generator().manual_seed(3))
-    pairs: dict[str, tuple[Callable[[], float], Callable[[], float]]]
+def variants_of(what: str, rank: Rank) -> tuple[dict[str, Callable[[], float]], int]:
+    """(name -> a step of it, tokens of a step)."""
+    few = what == "bubble"
+    count = FEW * FEW_ROWS if few else MICRO_BATCHES if what == "pipeline" else BATCH
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(FEW_IDS if few else VOCAB, (count, MODEL["context"] + 1), generator=generator)
+    variants: dict[str, Callable[[], float]]
     if what == "tensor":
-        pairs = {"": (Ours(rank, tokens), Torchs(tokens))}
+        variants = {"raydist": Ours(rank, tokens), "torch": Torchs(tokens)}
     elif what == "expert":
-        pairs = {"": (OurExperts(rank, tokens), TorchExperts(rank, tokens))}
+        variants = {"raydist": OurExperts(rank, tokens), "torch": TorchExperts(rank, tokens)}
+    elif few:
+        variants = {name: OurPipeline(rank, tokens, chunks, FEW_ROWS, FEW_IDS) for name, chunks in CHUNKS.items()}
     else:
-        chunks = {"1f1b_": 1, "interleaved_": 2}
-        pairs = {name: (OurPipeline(rank, tokens, n), TorchPipeline(rank, tokens, n)) for name, n in chunks.items()}
-    variants = {
-        f"{name}{whose}": step
-        for name, pair in pairs.items()
-        for whose, step in zip(("raydist", "torch"), pair, strict=True)
-    }
+        variants = {}
+        for name, chunks in (("1f1b", 1), ("interleaved", 2)):
+            variants[f"{name}_raydist"] = OurPipeline(rank, tokens, chunks)
+            variants[f"{name}_torch"] = TorchPipeline(rank, tokens, chunks)
+    return variants, tokens[:, 1:].numel()
+
+
+COMPARED = {
+    "tensor": [("", "torch", "raydist")],
+    "expert": [("", "torch", "raydist")],
+    "pipeline": [
+        *((f"{name}_", f"{name}_torch", f"{name}_raydist") for name in ("1f1b", "interleaved")),
+        ("interleaved_over_1f1b_", "1f1b_raydist", "interleaved_raydist"),
+    ],
+    "bubble": [(f"{name}_over_1f1b_", "1f1b", name) for name in ("chunks_2", "chunks_4")],
+}
+"""Key of a ratio, and the variants that it is of: the second over the first."""
+
+
+def measure(rank: Rank, what: str, rounds: int, interface: str) -> dict[str, Any]:
+    """The result of a rank. A collective. `bytes`: that left the rank's `interface` in a step of each variant."""
+    variants, tokens = variants_of(what, rank)
     first = {name: step() for name, step in variants.items()}
     assert max(first.values()) - min(first.values()) < 1e-5 * min(first.values()), first
     wall, processor = interleaved(variants, rounds, dist.barrier)
-    if number == 0:
-        model = {"tensor": MODEL, "pipeline": STAGED, "expert": SPARSE}[what]
-        result: dict[str, Any] = {"rounds": rounds, "load_average": os.getloadavg()[1], what: WORLD, "model": model}
-        compared = [(name, f"{name}torch", f"{name}raydist") for name in pairs]
-        if what == "pipeline":
-            result["micro_batches"] = MICRO_BATCHES
-            compared.append(("interleaved_over_1f1b_", "1f1b_raydist", "interleaved_raydist"))
-        for name, theirs, ours in compared:
-            beside = "over_torch" if theirs.endswith("torch") else ""
-            for kind, times in (("speed", wall), ("processor_time", processor)):
-                ratios = [b / a for a, b in zip(times[ours], times[theirs], strict=True)]
-                ratios = sorted(ratios if kind == "speed" else (1 / ratio for ratio in ratios))
-                key = f"{name}{kind}_{beside}".rstrip("_")
-                result[key] = round(statistics.median(ratios), 4)
-                result[f"{key}_quartiles"] = [round(ratios[len(ratios) * k // 4], 4) for k in (1, 3)]
-        result["tokens_per_second"] = {
-            name: round(tokens[:, 1:].numel() / statistics.median(times), 1) for name, times in wall.items()
-        }
-        print(result)
-        print(write("mesh" if what == "tensor" else f"mesh_{what}", result))
+    sent = {}
+    for name, step in variants.items():
+        dist.barrier()
+        before = sent_on(interface)
+        for _ in range(2):
+            step()
+        dist.barrier()
+        sent[name] = (sent_on(interface) - before) // 2
+    model = {"tensor": MODEL, "expert": SPARSE}.get(what, STAGED)
+    result: dict[str, Any] = {"rounds": rounds, "load_average": os.getloadavg()[1], "ranks": WORLD, "model": model}
+    if model is STAGED:
+        result["micro_batches"] = FEW if what == "bubble" else MICRO_BATCHES
+    for name, theirs, ours in COMPARED[what]:
+        beside = "over_torch" if theirs.endswith("torch") else ""
+        for kind, times in (("speed", wall), ("processor_time", processor)):
+            ratios = [b / a for a, b in zip(times[ours], times[theirs], strict=True)]
+            ratios = sorted(ratios if kind == "speed" else (1 / ratio for ratio in ratios))
+            key = f"{name}{kind}_{beside}".rstrip("_")
+            result[key] = round(statistics.median(ratios), 4)
+            result[f"{key}_quartiles"] = [round(ratios[len(ratios) * k // 4], 4) for k in (1, 3)]
+    if what == "bubble":
+        for chunks in (2, 4):
+            busy = [n * FEW / (n * FEW + WORLD - 1) for n in (1, chunks)]
+            formula = busy[1] / busy[0]
+            speed = result[f"chunks_{chunks}_over_1f1b_speed"]
+            result |= {
+                f"chunks_{chunks}_formula": round(formula, 4),
+                f"chunks_{chunks}_of_formula": round(speed / formula, 4),
+            }
+    result["tokens_per_second"] = {name: round(tokens / statistics.median(times), 1) for name, times in wall.items()}
+    return result | {"bytes": sent}
+
+
+def jobs(what: str) -> dict[str, JobSpec]:
+    """The jobs of raydist's variants."""
+    if what == "tensor":
+        return {"raydist": job()}
+    if what == "expert":
+        return {"raydist": sparse_job()}
+    if what == "bubble":
+        return {name: staged_job(chunks, FEW_ROWS, FEW) for name, chunks in CHUNKS.items()}
+    return {"1f1b_raydist": staged_job(1), "interleaved_raydist": staged_job(2)}
+
+
+def with_forecasts(what: str, found: dict[str, Any]) -> dict[str, Any]:
+    """The result with raydist's bytes over those of the plan."""
+    vocabulary = FEW_IDS if what == "bubble" else VOCAB
+    over = {name: found["bytes"][name] / Forecast(spec, vocabulary).sent for name, spec in jobs(what).items()}
+    return found | {"bytes_over_forecast": {name: round(ratio, 4) for name, ratio in over.items()}}
+
+
+def in_group(number: int, master: str, port: int, interface: str, rounds: int, what: str) -> dict[str, Any]:
+    """`measure` on a rank; each counts as a node if the ranks are on hosts."""
+    os.environ.update(MASTER_ADDR=master, MASTER_PORT=str(port), GLOO_SOCKET_IFNAME=interface)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=number, world_size=WORLD)
+    on_one = interface == "lo"
+    node = "127.0.0.1" if on_one else f"host {number}"
+    control = dist.new_group(backend="gloo")
+    rank = Rank(number, WORLD, number if on_one else 0, torch.device("cpu"), "gloo", node, control, ())
+    found = measure(rank, what, rounds, interface)
     dist.barrier()
     dist.destroy_process_group()
+    return found
+
+
+def spawned(number: int, port: int, rounds: int, what: str) -> None:
+    """A rank on this host. Rank 0 writes the result, without the bytes: its interface has those of both ranks."""
+    found = in_group(number, "127.0.0.1", port, "lo", rounds, what)
+    if number == 0:
+        del found["bytes"]
+        save(what, found)
+
+
+def save(what: str, found: Mapping[str, Any]) -> None:
+    """Writes the result over that of the same kind; of a link, beside those of others."""
+    print(found)
+    name = {"tensor": "mesh", "bubble": "mesh_pipeline"}.get(what, f"mesh_{what}")
+    path = RESULTS / f"{name}.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    if "rate" in found:
+        kept[f"{what} on {found['rate']}"] = {"machine": machine(), **found}
+    elif what == "bubble":
+        kept[what] = {"machine": machine(), **found}
+    else:
+        kept |= {"machine": machine(), **found}
+    print(write(name, kept))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", nargs="?", default="tensor", choices=("tensor", "pipeline", "expert"))
+    parser.add_argument("what", nargs="?", default="tensor", choices=COMPARED)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rate", choices=BURSTS, help="of each host's link; without: two ranks on this host")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--master", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free_port = probe.getsockname()[1]
-    mp.spawn(main, (free_port, asked.rounds, asked.what), nprocs=WORLD)
+    if asked.rank is not None:
+        of_rank = in_group(asked.rank, asked.master, 29500, "eth0", asked.rounds, asked.what)
+        if asked.rank == 0:
+            print(json.dumps(of_rank), flush=True)
+    elif asked.rate:
+        given = [asked.what, "--rounds", str(asked.rounds)]
+        of_hosts = on_hosts(__file__, WORLD, asked.rate, given, BURSTS[asked.rate])
+        save(asked.what, {"rate": asked.rate, **with_forecasts(asked.what, of_hosts)})
+    else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            free_port = probe.getsockname()[1]
+        mp.spawn(spawned, (free_port, asked.rounds, asked.what), nprocs=WORLD)

@@ -44,10 +44,10 @@ class Net:
     def __init__(self) -> None:
         self.hosts = Hosts(4)
         self.hosts.__enter__()
-        self.cluster = Cluster(self.hosts, size=1, cpus=0, plain=True)
+        self.cluster = Cluster(self.hosts, size=1, cpus=0)
         self.cluster.__enter__()
         for host in self.nodes:
-            self.cluster.add_node(host, cpus=1)
+            self.cluster.add_node(host, cpus=1, plain=True)
         self.address = self.cluster.address
         self.cuts: list[int] = []
         """Steps at which the network of a rank's host is cut."""
@@ -60,6 +60,8 @@ class Net:
         """Time of the drain notice -> host and id, of the draining nodes that still exist."""
         self._seen = 0.0
         self._headless = False
+        self._starts = 0
+        """Attempts that had trained when the head came back. It is lost again after another only: a starting command needs it."""
         self._mending = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._mend, daemon=True)
@@ -84,8 +86,8 @@ class Net:
             if self._headless:
                 self.cluster.restart(1, port=int(self.address.rpartition(":")[2]) + 1)
                 for host in self.nodes:
-                    self.cluster.add_node(host, cpus=1)
-                self.address, self._headless = self.cluster.address, False
+                    self.cluster.add_node(host, cpus=1, plain=True)
+                self.address, self._headless, self._starts = self.cluster.address, False, self._begun()
 
     def close(self) -> None:
         """Ends all hosts."""
@@ -109,11 +111,11 @@ class Net:
                 living = self.cluster.node_ids()
                 for host in self.nodes:
                     if host.name not in living and host is not cut:
-                        self.cluster.add_node(host, cpus=1)
-                if cut is None and self.watched is not None and self.moves and self._step() >= self.moves[0]:
+                        self.cluster.add_node(host, cpus=1, plain=True)
+                if cut is None and self._due(self.moves) and self._begun() > self._starts:
                     self.done.append({"fault": "move_head", "rank": "-", "step": self.moves.pop(0)})
                     self._lose_head()
-                elif cut is None and self.watched is not None and self.cuts and self._step() >= self.cuts[0]:
+                elif cut is None and self._due(self.cuts):
                     told = [e for e in read_events(self.watched) if e.kind == "workers"][-1].data["workers"]
                     cut = next(host for host in self.nodes if host.name == told[-1]["host"])
                     deaf = sum(one["fault"] != "move_head" for one in self.done) % 2 == 1
@@ -144,6 +146,11 @@ class Net:
                 if nodes.get(host.name) == node:
                     self.cluster.kill_node(host)
 
-    def _step(self) -> int:
-        assert self.watched is not None
-        return int((last_word(self.watched) or {"step": 0})["step"])
+    def _due(self, steps: list[int]) -> bool:
+        """Whether the run has reached the first of them."""
+        return self.watched is not None and bool(steps) and (last_word(self.watched) or {"step": 0})["step"] >= steps[0]
+
+    def _begun(self) -> int:
+        """The number of attempts that have trained a step."""
+        events = read_events(self.watched) if self.watched is not None and self.watched.exists() else []
+        return sum(event.kind == "first_step" for event in events)

@@ -43,7 +43,17 @@ def record(step: int, ranks: int, odd: int) -> dict[str, Any]:
     """A step record; losses fall, except the outlier at step `odd`."""
     loss = SPIKE if step == odd else 2 + 8 * math.exp(-step / 50_000) + 0.05 * math.sin(step)
     return StepRecord(
-        step, loss, 1e-3, 1 + 0.3 * math.sin(3 * step), 4_000_000, SECONDS, 0.001, ranks, 1, "0" * 16
+        step,
+        loss,
+        1e-3,
+        1 + 0.3 * math.sin(3 * step),
+        4_000_000,
+        SECONDS,
+        0.001,
+        ranks,
+        1,
+        "0" * 16,
+        samples=1000,
     ).to_dict()
 
 

@@ -14,9 +14,10 @@ one, the run ends, and the same command continues it (tests/end_to_end/test_node
 
 "ordered": seconds until the last agent had the order to train of the next attempt: for a death from the death, for a node that was
 cut off from when the coordinator noticed it, `--lost` seconds after its last beat. "over": the same until the driver had the result
-of the attempt; "first order". Processor time is that of the process in these seconds. All share this machine's cores: on a cluster
-the simulated agents would not. "messages": to the coordinator, beats included; the other counts are of the calls in them (of `next`
-and `ended` one a rank), and of the driver's calls of memory stores.
+of the attempt; "placed": until the files of the copies in memory were on the nodes that need them; "first order". Processor time is
+that of the process in these seconds. All share this machine's cores: on a cluster the simulated agents would not, so
+"control_cpu_s" has what the driver, the coordinator and the monitor need together. "messages": to the coordinator, beats included;
+the other counts are of the calls in them (of `next` and `ended` one a rank), and of the driver's calls of memory stores.
 
 Prints a table over the sizes and draws it (docs/images/scale.svg). A size that fails is in the result with what failed: what breaks
 first beyond the largest one that holds.
@@ -63,6 +64,7 @@ ROLES = {
     "raylet": "raylet/raylet",
     "simulated nodes": "ray::Host",
 }
+CONTROL = "driver", "coordinator", "monitor"
 PAUSE_S = 5.0
 WAIT_S = 600.0
 
@@ -202,10 +204,12 @@ class Run:
         first = min(s["orders"][attempt][1] for s in seen if attempt in s["orders"])
         cpu = {role: round(spent - before.get(role, 0.0), 2) for role, spent in Processes().cpu().items()}
         times = {"ordered_s": round(last - begun, 2), "first_order_s": round(first - begun, 2)}
-        incident = json.loads(next(s["orders"][attempt][3] for s in seen if attempt in s["orders"]))["incident"]
-        if incident is not None:
-            times = {"over_s": round(incident["over"] - begun, 2), **times}
-        return {**times, "cpu_s": cpu, "messages": self._messages(seen)}
+        job = json.loads(next(s["orders"][attempt][3] for s in seen if attempt in s["orders"]))
+        if job["incident"] is not None:
+            over = {"over_s": job["incident"]["over"], "placed_s": job["begun"]}
+            times = {**{name: round(at - begun, 2) for name, at in over.items()}, **times}
+        control = round(sum(cpu[role] for role in CONTROL), 2)
+        return {**times, "control_cpu_s": control, "cpu_s": cpu, "messages": self._messages(seen)}
 
     def _messages(self, seen: list[dict[str, Any]]) -> dict[str, int]:
         """Of each kind, since this was called last."""

@@ -1,7 +1,8 @@
 """The simulated agents and memory stores of benchmarks/scale.py, which keep the protocol of the real ones.
 
 Runs in: Ray actors, each of which stands for some of the nodes of scale_cluster.py. Never imports torch. All messages between these
-and the coordinator, the monitor and the driver are real ones, of Ray.
+and the coordinator, the monitor and the driver are real ones, of Ray. The calls of a node's agents are one message, as its relay
+(launch/relay.py) makes them one; the relay's own work is left out, since each node has its own processor for it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raydist.checkpoint.memory_layout import Shard
 from raydist.cluster.run import coordinator
 from raydist.cluster.run.memory_checkpoint_recovery import Copy, Inventory
-from raydist.launch.relay import MergedCalls
 from raydist.records import StepRecord
 
 PER_NODE = 8
@@ -28,16 +28,29 @@ LOST_PEER = "[connection.cc:640] Connection closed by peer [10.0.0.1]:1234"
 TRACEBACK = 'Traceback (most recent call last):\n  File "raydist/worker/loop.py", line 100, in step\n    sync()\n' * 12
 
 
-@dataclass(slots=True)
+WINDOW_S = 0.02
+"""How long a relay waits for the calls of the node's other agents."""
+
+
+@dataclass(slots=True, eq=False)
 class Agent:
-    """One fake agent. `rank`: of the attempt that it trains, None: it trains none. `cut`: its node's network is cut."""
+    """One fake agent. `rank`: of the attempt that it trains, None: it trains none. `seen`: its newest order."""
 
     number: int
-    node: str
-    local_rank: int
+    offer: Mapping[str, Any]
     rank: int | None = None
     attempt: int = 0
+    seen: int = 0
+
+
+@dataclass(slots=True)
+class Node:
+    """One fake node. `cut`: its network is cut. `told`: when it sent its last message that was no beat."""
+
+    name: str
+    agents: list[Agent] = field(default_factory=list)
     cut: bool = False
+    told: float = 0.0
 
 
 @dataclass(slots=True)
@@ -66,8 +79,7 @@ class Host:
     """The fake agents and memory stores of some nodes: an asyncio actor."""
 
     def __init__(self) -> None:
-        self.beat_s = coordinator.BEAT_S
-        self.agents: dict[int, Agent] = {}
+        self.nodes: dict[str, Node] = {}
         self.kept: dict[str, Kept] = {}
         self.left, self.closed = asyncio.Event(), asyncio.Event()
         self.gone: set[str] = set()
@@ -80,19 +92,18 @@ class Host:
     async def begin(self, handle: Any, group: int, members: Sequence[tuple[int, str, int]]) -> None:
         """Ray Train has started these agents: (number, node, local rank)."""
         self.group, self.coordinator = group, handle
-        self.links = {node: MergedCalls(self._many) for _, node, _ in members}
-        self.agents = {number: Agent(number, node, local) for number, node, local in members}
+        self.nodes = {name: Node(name) for _, name, _ in members}
+        for number, name, local in members:
+            offer = {"node": name, "local_rank": local, "host": "10.0.0.1", "port": 1, "placement_group": "p"}
+            self.nodes[name].agents.append(Agent(number, offer))
         self.left.clear()
         self.joined = time.time()
-        self.running = {asyncio.create_task(self._follow(agent)) for agent in self.agents.values()}
-        there: dict[str, list[Agent]] = {}
-        for agent in self.agents.values():
-            there.setdefault(agent.node, []).append(agent)
-        self.running.update(asyncio.create_task(self._beat(agents)) for agents in there.values())
+        self.running = {asyncio.create_task(self._follow(node)) for node in self.nodes.values()}
+        self.running.update(asyncio.create_task(self._beat(node)) for node in self.nodes.values())
 
     async def over(self) -> None:
         """Returns when all agents have left."""
-        while any(not agent.cut for agent in self.agents.values()) and not self.left.is_set():
+        while any(not node.cut for node in self.nodes.values()) and not self.left.is_set():
             await asyncio.sleep(0.1)
 
     async def abort(self) -> None:
@@ -103,30 +114,29 @@ class Host:
 
     async def die(self, ranks: Sequence[int], echoes: bool) -> float:
         """The processes of these ranks are killed; `echoes`: all others lose a connection, and raise. When that was."""
-        now, dead, tasks = time.time(), set(ranks), []
-        for agent in self.agents.values():
-            if agent.rank is None or agent.cut:
-                continue
-            if agent.rank in dead:
-                tasks.append(self._ended(agent, died("SIGKILL")))
-            elif echoes:
-                tasks.append(self._ended(agent, lost_peer(agent.rank)))
-        await asyncio.gather(*tasks)
+        dead, ended = set(ranks), []
+        for node in self._training():
+            reports = {
+                agent: died("SIGKILL") if agent.rank in dead else lost_peer(agent.rank)
+                for agent in node.agents
+                if agent.rank is not None and (echoes or agent.rank in dead)
+            }
+            ended.append(self._ended(node, reports))
+        now = time.time()
+        await asyncio.gather(*ended)
         return now
 
     async def cut(self, gone: Sequence[str]) -> float:
         """The network of these nodes is cut: nothing of them arrives any more. When that was."""
         self.gone.update(gone)
-        for agent in self.agents.values():
-            agent.cut = agent.cut or agent.node in gone
+        for name in self.gone & self.nodes.keys():
+            self.nodes[name].cut = True
         return time.time()
 
     async def finish(self) -> None:
         """All ranks have trained their last step."""
         outcome = {"outcome": {"status": "finished", "step": STEP + 1}}
-        await asyncio.gather(
-            *(self._ended(a, outcome) for a in self.agents.values() if a.rank is not None and not a.cut)
-        )
+        await asyncio.gather(*(self._ended(node, dict.fromkeys(node.agents, outcome)) for node in self._training()))
 
     async def seen(self) -> dict[str, Any]:
         """What this host has seen and sent, and the longest wait for the answer to a beat since the last call."""
@@ -172,58 +182,58 @@ class Host:
         self.messages["messages"] += 1
         return self.coordinator.many.remote(calls)
 
-    async def _call(self, agent: Agent, method: str, *given: Any) -> Any:
-        answer = await self.links[agent.node].call(method, self.group, *given)
-        self._count(method, given)
-        # At each number of ranks the order to train of rank 0, with its call.
-        if method == "next" and answer["do"] == "train" and answer["env"]["RANK"] == "0":
-            self.bytes["next"] = len(pickle.dumps(given)) + len(pickle.dumps(answer))
-        return answer
-
-    def _count(self, method: str, given: Any) -> None:
-        self.messages[method] += 1
-        if method not in self.bytes and method != "next":
+    def _count(self, method: str, given: Any, calls: int = 1) -> None:
+        self.messages[method] += calls
+        if method not in self.bytes:
             self.bytes[method] = len(pickle.dumps(given))
 
-    async def _beat(self, agents: Sequence[Agent]) -> None:
-        """The beats of a node, which its relay merges: without the simulated agents' calls of the relay, to save their time."""
-        await asyncio.sleep(random.random() * self.beat_s)
-        calls = [["beat", self.group, agent.number] for agent in agents]
-        while not agents[0].cut:
+    def _training(self) -> list[Node]:
+        return [node for node in self.nodes.values() if not node.cut and node.agents[0].rank is not None]
+
+    async def _beat(self, node: Node) -> None:
+        calls = [["beat", self.group, agent.number] for agent in node.agents]
+        beat_s, phase = coordinator.BEAT_S, random.random() * 1000
+        while True:
+            await asyncio.sleep(beat_s - (time.monotonic() + phase) % beat_s)
+            if node.cut:
+                return
             asked = time.monotonic()
+            if asked - node.told < (beat_s - coordinator.BEAT_S) / 2:
+                continue
             answer = await self._many(calls)
             self.waits.append(time.monotonic() - asked)
             self.messages["beat"] += len(calls)
             self.bytes["beats of a node"] = len(pickle.dumps(calls)) + len(pickle.dumps(answer))
-            await asyncio.sleep(self.beat_s)
+            beat_s = answer[0] or beat_s
 
-    async def _follow(self, agent: Agent) -> None:
-        seen = 0
-        offer = {
-            "node": agent.node,
-            "local_rank": agent.local_rank,
-            "host": "10.0.0.1",
-            "port": 1,
-            "placement_group": "p",
-        }
+    async def _follow(self, node: Node) -> None:
         while True:
-            order = await self._call(agent, "next", agent.number, seen, offer)
-            if agent.cut:
+            node.told = time.monotonic()
+            calls = [["next", self.group, agent.number, agent.seen, agent.offer] for agent in node.agents]
+            answers = await self._many(calls)
+            if node.cut:
                 return
-            seen = order["number"]
-            if order["do"] == "leave":
-                self.left.set()
-                return
-            if order["do"] == "train":
-                self._train(agent, order)
-            elif order["do"] == "kill" and agent.rank is not None:
-                await self._ended(agent, died("SIGKILL"))
+            self.messages["next"] += len(answers)
+            killed: dict[Agent, Mapping[str, Any]] = {}
+            for place, order in answers.items():
+                agent = node.agents[place]
+                agent.seen = order["number"]
+                if order["do"] == "leave":
+                    self.left.set()
+                    return
+                if order["do"] == "train":
+                    self._train(agent, order)
+                    if agent.rank == 0:
+                        self.bytes["next"] = len(pickle.dumps(calls[place][2:])) + len(pickle.dumps(order))
+                elif order["do"] == "kill" and agent.rank is not None:
+                    killed[agent] = died("SIGKILL")
+            await self._ended(node, killed)
+            await asyncio.sleep(WINDOW_S)
 
     def _train(self, agent: Agent, order: Mapping[str, Any]) -> None:
         agent.rank, agent.attempt = int(order["env"]["RANK"]), order["attempt"]
         found = self.orders.setdefault(agent.attempt, Orders(first=time.time()))
         found.count, found.last, found.job = found.count + 1, time.time(), order["job"]
-        self.beat_s = order["beat_s"]
         if agent.rank == 0:
             self.running.add(asyncio.create_task(self._records(agent, order)))
 
@@ -241,9 +251,18 @@ class Host:
             events = []
             await asyncio.sleep(1.0)
 
-    async def _ended(self, agent: Agent, report: Mapping[str, Any]) -> None:
-        rank, agent.rank = agent.rank, None
-        await self._call(agent, "ended", rank, agent.attempt, {**report, "at": time.time(), "silent_s": 0.1})
+    async def _ended(self, node: Node, reports: Mapping[Agent, Mapping[str, Any]]) -> None:
+        if not reports:
+            return
+        node.told = time.monotonic()
+        at = {"at": time.time(), "silent_s": 0.1}
+        calls = [
+            ["ended", self.group, agent.rank, agent.attempt, {**report, **at}] for agent, report in reports.items()
+        ]
+        self._count("ended", calls[0][2:], len(calls))
+        for agent in reports:
+            agent.rank = None
+        await self._many(calls)
 
 
 def died(how: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ Found = Mapping[str, Mapping[str, Any]]
 FIGURES: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "start, s": lambda f: f["start"]["ordered_s"],
     "one rank dies, s": lambda f: f["one rank dies"]["ordered_s"],
+    "one rank dies, control CPU s": lambda f: f["one rank dies"]["control_cpu_s"],
     "one node is cut off, s": lambda f: f["one node is cut off"]["ordered_s"],
     "5% of the ranks die, s": lambda f: f["5% of the ranks die"]["ordered_s"],
     "messages/s": lambda f: f["steady"]["messages_s"]["messages"],

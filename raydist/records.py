@@ -37,12 +37,12 @@ class StepRecord:
     `step` counts from 1: after step s, s updates have been applied. `loss` is the mean over the tokens of the
     global batch, in nats; `grad_norm` the global norm before clipping; `tokens` those that are counted in the loss;
     `seconds` the whole step, `data_seconds` of it spent waiting for data; `samples_hash` the xxh64 (hex) of the
-    global batch's sample ids, in order, as little-endian int64; `grad_noise_scale` the gradient noise scale so far, in
-    sequences (docs/explanation/noise.md), None if unknown. Of a model with experts, `expert_imbalance` is the load of the fullest
-    expert of a layer over the mean, for the worst layer, and `exchanged_bytes` what all ranks sent to others' experts and back;
-    `expert_loads` are the tokens of each expert, a list for each layer in the order of the event `experts`, and `expert_bias` the
-    biases with which the routers chose for these tokens, [] for a router without one; None in steps that `observe.expert_loads`
-    leaves out.
+    global batch's sample ids, in order, as little-endian int64; `samples`, how many of them were trained; `grad_noise_scale` the
+    gradient noise scale so far, in sequences (docs/explanation/noise.md), None if unknown. Of a model with experts,
+    `expert_imbalance` is the load of the fullest expert of a layer over the mean, for the worst layer, and `exchanged_bytes` what
+    all ranks sent to others' experts and back; `expert_loads` are the tokens of each expert, a list for each layer in the order of
+    the event `experts`, and `expert_bias` the biases with which the routers chose for these tokens, [] for a router without one;
+    None in steps that `observe.expert_loads` leaves out.
     With compressed gradients, on rank 0: `residual_norm` of what error feedback keeps, None without it; `compression_error`, the
     norm of what was lost over that of what was compressed; `sent_bytes` for sums of gradients, and `saved_bytes` against fp32.
     Where replicas train apart (`comm.every`), `grad_norm` is the mean of their norms; `local_step`, whether no outer step started
@@ -70,6 +70,7 @@ class StepRecord:
     local_step: bool | None = None
     sync_seconds: float | None = None
     sync_bytes: int | None = None
+    samples: int | None = None
     expert_loads: list[list[int]] | None = None
     expert_bias: list[list[float]] | None = None
 

@@ -1,4 +1,4 @@
-"""Opens filesystems by URI with pyarrow.fs; all errors are OSError, and retries are limited.
+"""Opens filesystems by URI with pyarrow.fs; all errors of these are OSError, and retries are limited.
 
 Runs anywhere. Imports pyarrow inside functions.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from raydist.errors import UserError
+
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
@@ -14,6 +16,7 @@ _GCS_LIMIT = "retry_limit_seconds"
 _GCS_LIMIT_S = 60
 """Google's client retries for 15 minutes by default, even without a network or for a bucket that does not exist."""
 _SHOWN = 300
+FORMS = "give a folder, or a URI such as s3://bucket/folder"
 _REMEDIES = {
     "hf": "check the name (hf://datasets/OWNER/NAME/FILES) and the network; set HF_TOKEN for private or gated datasets, "
     "HF_ENDPOINT for a mirror",
@@ -24,6 +27,18 @@ _REMEDIES = {
     "needs no credentials",
 }
 _REMEDIES |= {"https": _REMEDIES["http"], "gcs": _REMEDIES["gs"]}
+
+
+def check_name(text: str) -> None:
+    """Raises UserError for a path or URI that no storage has."""
+    if not text:  # as a path it would be the working directory
+        raise UserError("the name of a storage is empty", FORMS)
+    if text.startswith("file://") and not text.startswith("file:///"):
+        raise UserError(f"storage {text!r}: a file:// URI has a host or a relative path", "write file:///folder")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"storage {text!r}: its name is not UTF-8", FORMS) from None
 
 
 def open_uri(uri: str) -> tuple[pafs.FileSystem, str]:

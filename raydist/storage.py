@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.fs as pafs
 
-_FORMS = "give a folder, or a URI such as s3://bucket/folder"
 _TEMPORARY = ".tmp-"
 _SILLY_RENAMED = re.compile(r"\.nfs[0-9a-f]{24}")
 """A deleted file that a process here has open, on NFS: gone when that process closes it; deleting it is an error (EBUSY)."""
@@ -66,8 +65,7 @@ class Storage:
 
         self._type = pafs.FileType
         text = os.fspath(uri)
-        if not text:  # as a path it would be the working directory
-            raise UserError("the name of a storage is empty", _FORMS)
+        remote_filesystem.check_name(text)
         self.local: Path | None = None
         self.private = False
         """Whether this folder, if it is local and is created, is for its user alone (mode 0700).
@@ -80,10 +78,11 @@ class Storage:
             if "://" in text and not text.startswith("file://"):
                 (self.fs, self.root), self.full_uri = remote_filesystem.open_uri(text), text.rstrip("/")
             else:
-                self.local = Path(text.removeprefix("file://")).expanduser().absolute()
+                # Not Path.expanduser, which raises RuntimeError for a user that does not exist.
+                self.local = Path(os.path.expanduser(text.removeprefix("file://"))).absolute()
                 self.fs, self.root, self.full_uri = pafs.LocalFileSystem(), str(self.local), str(self.local)
         except (pa.ArrowInvalid, OSError) as error:
-            hint = remote_filesystem.remedy(text, _FORMS)
+            hint = remote_filesystem.remedy(text, remote_filesystem.FORMS)
             # Not `from error`: its text contains the URI as given, and a traceback would show it.
             raise UserError(f"storage {text!r}: {remote_filesystem.reason(error)}", hint) from None
         self.uri = redact(self.full_uri)

@@ -34,6 +34,7 @@ from raydist.launch.fork_server import PRELOAD
 from raydist.storage import Storage
 from tests import forked, leftovers, needs, slow_files
 from tests.hosts import WATCHFUL, Cluster, Hosts, close_templates
+from tests.ports import free_ports
 from tests.scheduling import WAITING, Scheduling, give_way
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -310,12 +311,10 @@ class ObjectStore:
     """A real S3 server over HTTP (moto) with one bucket; `process` is the server's process."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._place = f"127.0.0.1:{probe.getsockname()[1]}"
-        host, port = self._place.split(":")
+        (port,) = free_ports(1)
+        self._place = f"127.0.0.1:{port}"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", host, "-p", port],
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -353,9 +352,7 @@ def s3() -> Iterator[ObjectStore]:
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real MLflow tracking server on loopback, with SQLite storage."""
     folder = tmp_path_factory.mktemp("mlflow")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
     with (folder / "log").open("w") as log:

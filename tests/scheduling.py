@@ -20,17 +20,31 @@ ALONE = (
 
 WAITING = (
     "tests/end_to_end/test_nodes.py",
+    "tests/end_to_end/test_sweep.py",
     "tests/faults/test_nodes.py",
     "tests/end_to_end/test_hosts.py",
     "tests/faults/test_mesh.py",
     "tests/faults/test_survived.py",
     "tests/end_to_end/test_cluster.py",
+    "tests/end_to_end/test_python_api.py",
+    "tests/end_to_end/test_own_loop.py",
+    "tests/end_to_end/test_walk.py",
     "tests/end_to_end/test_slurm.py",
     "tests/faults/test_private_ray.py",
+    "tests/end_to_end/test_tutorials.py",
+    "tests/end_to_end/test_exactness.py",
+    "tests/end_to_end/test_storage.py",
+    "tests/end_to_end/test_memory.py",
+    "tests/end_to_end/test_ways_in.py",
+    "tests/end_to_end/test_package.py",
+    "tests/end_to_end/test_wire.py",
+    "tests/end_to_end/test_trace.py",
+    "tests/end_to_end/test_security.py",
+    "tests/end_to_end/test_secrets.py",
 )
 """Files whose tests wait most of their time: for Ray to notice that a node is lost, for timeouts, for drivers to start; the longest
-first. In this order a third process, if there is one, runs them, and nothing else, so that two processes compute; of two processes,
-one begins with them."""
+first. In this order a third process, if there is one, runs them, and nothing else, so that two processes compute, and need no
+driver of the command; they help when they have no other file left. Of two processes, one begins with these."""
 
 _ALONE, _FOR_WAITING = " alone", 2
 _NICENESS = 5

@@ -39,7 +39,7 @@ def _written(error: BaseException) -> Path:
         f"{time.strftime('%Y-%m-%d %H:%M:%S')} raydist {__version__}, Python {sys.version.split()[0]}: {sys.argv[1:]}\n"
     )
     text = printable(redact(head + "".join(traceback.format_exception(error))))
-    folder = Path(os.environ.get("RAYDIST_CACHE") or "~/.cache/raydist").expanduser() / "errors"
+    folder = Path(os.path.expanduser(os.environ.get("RAYDIST_CACHE") or "~/.cache/raydist")) / "errors"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         make_private_folder(folder)

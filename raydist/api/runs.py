@@ -355,12 +355,14 @@ def export(
 
 
 def place_of(path: str | None, home: Storage) -> tuple[Storage, str]:
-    """The folder and the file name of a page: `path`, or report.html in `home`. Raises UsageError if `path` is a folder."""
+    """The folder and the file name of a page: `path`, or report.html in `home`. Raises UsageError if `path` is no file."""
     if path is None:
         return home, REPORT
     place, mark, query = path.partition("?") if "://" in path else (path, "", "")
     folder, slash, name = place.rpartition("/")
     target = Storage(f"{folder or slash or '.'}{mark}{query}")
-    if not name or (target.exists(name) and target.size(name) is None):
+    if not name or target.at(name).is_folder():
         raise UsageError(f"{path} is a folder", f"name a file in it, such as {place.rstrip('/')}/{REPORT}")
+    if target.exists(name) and target.size(name) is None:
+        raise UsageError(f"{path} is not a regular file", "name another one")
     return target, name

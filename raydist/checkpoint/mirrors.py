@@ -7,10 +7,16 @@ Runs in: rank 0, a thread for each replica and one that verifies; the readers an
 
 A replica is a folder that holds runs, like `--storage`. Only the end of the run waits for replicas, for a bounded time; an event
 reports one that cannot be reached. Each round copies everything that is missing there, also what an earlier round could not copy.
+
+The run notes each replica in a local folder that it has had, in RUN/mirrors. Such a folder is not made again: where it is missing,
+its file system is not mounted.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +31,9 @@ from raydist.checkpoint.manifest import EVAL, READ_BYTES, FileEntry, path
 from raydist.errors import CheckpointCorrupt, CheckpointNotFound, RaydistError, StorageError, UserError
 from raydist.records import Event
 from raydist.redact import redact
-from raydist.run.directory import ATTEMPTS, RunDir, fenced
+from raydist.run.directory import ATTEMPTS, MIRRORS, RunDir, fenced
 from raydist.sinks import write_whole
-from raydist.storage import Storage
+from raydist.storage import GONE, Storage
 
 T = TypeVar("T")
 
@@ -36,11 +42,35 @@ LOOK_S = 20.0
 
 
 def replica_of(run: RunDir, uri: str) -> RunDir:
-    """This run's folder in the replica at `uri`. Raises UserError if that is the run's own folder."""
+    """This run's folder in the replica at `uri`, guarded once the run has noted it.
+
+    Raises UserError if that is the run's own folder, StorageError if the run's notes cannot be read.
+    """
     found = RunDir(Storage(uri).at(run.name))
     if found.uri == run.uri:
         raise UserError(f"checkpoint.replicas: {uri} holds the run itself", "name other storage, or leave it out")
-    return found
+    return found.guard() if _noted(run, found) else found
+
+
+def _note(replica: RunDir) -> str:
+    return f"{MIRRORS}/{xxhash.xxh3_64_hexdigest(os.fsencode(replica.uri))}.json"
+
+
+def _noted(run: RunDir, replica: RunDir) -> bool:
+    return replica.storage.local is not None and run.storage.size(_note(replica)) is not None
+
+
+def mounted(run: RunDir, uri: str) -> RunDir:
+    """`replica_of`. Raises StorageError if the run has had it and it is not there."""
+    replica = replica_of(run, uri)
+    if replica.storage.marks:
+        try:
+            replica.expect()
+        except StorageError as error:
+            raise StorageError(
+                f"{replica.uri} on {socket.gethostname()}: {GONE} If it was deleted, delete {run.uri}/{_note(replica)} too"
+            ) from error
+    return replica
 
 
 def answer(look: Callable[[], T]) -> T:
@@ -72,7 +102,7 @@ def newest_attempt(run: RunDir, uris: Sequence[str]) -> int:
     newest = 0
     for uri in uris:
         with suppress(RaydistError, OSError):
-            newest = max(newest, answer(lambda uri=uri: replica_of(run, uri).lineage().newest))  # type: ignore[misc]
+            newest = max(newest, answer(lambda uri=uri: mounted(run, uri).lineage().newest))  # type: ignore[misc]
     return newest
 
 
@@ -180,13 +210,17 @@ class Mirrors:
     def _sync(self, uri: str) -> None:
         """One round: copies to the replica what it lacks, and prunes it by the run's rules."""
         try:
-            replica = replica_of(self._run, uri)
+            replica = mounted(self._run, uri)
             if fenced(self._run, self._attempt):
                 return  # another attempt decides now
             lineage = self._run.lineage()
             # Notes first: without them the replica would not know which of its manifests are void.
-            for note in self._run.storage.files(ATTEMPTS).keys() - replica.storage.files(ATTEMPTS).keys():
-                replica.storage.write(note, self._run.storage.read(note))
+            attempts = self._run.storage.files(ATTEMPTS).keys()
+            for name in attempts - replica.storage.files(ATTEMPTS).keys():
+                replica.storage.write(name, self._run.storage.read(name))
+            if attempts and replica.storage.local is not None and not _noted(self._run, replica):
+                self._run.storage.write(_note(replica), json.dumps({"replica": replica.uri}).encode())
+                replica.guard()
             there = replica.manifests(lineage)
             for step, name in reversed(self._run.manifests(lineage).items()):
                 if there.get(step) != name:
@@ -213,7 +247,7 @@ class Mirrors:
         places = [self._run]
         for uri in self._uris:
             with suppress(RaydistError, OSError):  # the copier reports a replica that cannot be reached
-                places.append(replica_of(self._run, uri))
+                places.append(mounted(self._run, uri))
         for place in places:
             try:
                 for step, name in place.manifests(self._run.lineage()).items():

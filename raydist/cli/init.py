@@ -16,6 +16,7 @@ import raydist
 from raydist.cli import output
 from raydist.cli.schema import job_schema, sweep_schema
 from raydist.errors import UserError
+from raydist.parsing import JOB_BYTES, read_text
 
 _STARTER = Path(raydist.__file__).parent / "starter"
 
@@ -48,10 +49,10 @@ def init(
 def _same(path: Path, text: str) -> bool:
     """Whether the file exists with this text. Raises UserError if it exists with another text."""
     try:
-        existing = path.read_text(encoding="utf-8")
+        existing = read_text(path, JOB_BYTES)
     except FileNotFoundError:
         return False
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}", "choose another folder") from None
     if existing != text:
         raise UserError(

@@ -42,7 +42,7 @@ def check_token() -> None:
         raise UserError(
             f"{MODE} is token, but there is no token", f"{_GIVE}; unset {MODE} for a cluster that requires none"
         )
-    path = Path(os.environ.get(TOKEN_PATH) or Path.home() / _FILE)
+    path = Path(os.environ.get(TOKEN_PATH) or Path(os.path.expanduser("~")) / _FILE)
     try:
         empty = not path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -128,4 +128,4 @@ def _source() -> str:
         return TOKEN
     if path := os.environ.get(TOKEN_PATH):
         return f"{path} ({TOKEN_PATH})"
-    return f"~/{_FILE}" if (Path.home() / _FILE).is_file() else ""
+    return f"~/{_FILE}" if (Path(os.path.expanduser("~")) / _FILE).is_file() else ""

@@ -211,7 +211,7 @@ def made_by_raydist(folder: Path) -> str:
 
 
 def _local(storage: str) -> Path | None:
-    return None if "://" in storage else Path(storage).expanduser().resolve()
+    return None if "://" in storage else Path(os.path.expanduser(storage)).resolve()
 
 
 def _listed(root: Path) -> frozenset[str] | None:

@@ -60,4 +60,4 @@ def link(run: RunDir) -> str | None:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("RAYDIST_CACHE") or "~/.cache/raydist").expanduser() / "dashboards"
+    return Path(os.path.expanduser(os.environ.get("RAYDIST_CACHE") or "~/.cache/raydist")) / "dashboards"

@@ -175,7 +175,7 @@ class Server:
 
     async def _csv(self, place: Place) -> Response:
         """One row per step; a slow reader holds two pieces in memory."""
-        steps = (await self._thread(self._site.steps(place).get)).value
+        steps = (await self._thread(self._site.steps(place).get, True)).value
 
         async def pieces() -> AsyncIterator[bytes]:
             for start in range(0, max(steps.num_rows, 1), _CSV_ROWS):

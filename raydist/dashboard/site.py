@@ -128,7 +128,7 @@ class Site:
         def look() -> None:
             with self._one:
                 try:
-                    live.get()
+                    live.get(patient=True)
                 except RaydistError as error:
                     print(f"raydist: {error}", file=sys.stderr)
                 finally:

@@ -9,15 +9,15 @@ prompt before it: from the end of the generation prompt to the next message, so 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from raydist.errors import DataError
-from raydist.parsing import parse_json
+from raydist.parsing import JOB_BYTES, parse_json, read_text
 from raydist.registry import did_you_mean
 from raydist.storage import Storage
 
@@ -96,8 +96,8 @@ def chat_format(template: str | None, tokenizer: str, loss_on: LossOn) -> ChatFo
         found = BUILT_IN[template]
     else:
         try:
-            found = Path(template).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            found = read_text(os.path.expanduser(template), JOB_BYTES)
+        except (OSError, ValueError) as error:
             near = did_you_mean(template, list(BUILT_IN))
             raise DataError(
                 f"chat template {template!r}: cannot be read: {getattr(error, 'strerror', None) or error}",

@@ -322,7 +322,7 @@ def _reopen(storage: Storage, name: Split) -> TokenSplit:
 
 def cache_folder() -> Path:
     """Folder for shards from remote storage: $RAYDIST_CACHE, or ~/.cache/raydist."""
-    return Path(os.environ.get("RAYDIST_CACHE") or "~/.cache/raydist").expanduser()
+    return Path(os.path.expanduser(os.environ.get("RAYDIST_CACHE") or "~/.cache/raydist"))
 
 
 class Windows:

@@ -29,7 +29,7 @@ from raydist.launch.fork_server import ForkServer, Process, share_zygote
 from raydist.launch.oom_detector import MemoryWatch
 from raydist.launch.rank_main import facts
 from raydist.launch.rank_output import Output
-from raydist.launch.relay import BEAT_WINDOW_S, Link
+from raydist.launch.relay import Link
 from raydist.launch.rendezvous import hold_port, port_of
 from raydist.launch.zygote import VARIABLE, Zygote
 from raydist.run.directory import LOGS, RunDir
@@ -41,6 +41,7 @@ _COLLECTIVES, _OF_ALL, _AT_LEAST = 1000, 500_000, 20
 """The newest collectives of a rank that the coordinator gets when a rank hangs: with many ranks fewer, so that those of all ranks
 take about 100 MiB there."""
 _BEAT_S = 1.0
+"""Until the first beat, whose answer says when the next one is due."""
 _OUTPUT_S = 5.0
 """How long a closing agent waits until the rank's last output is on storage."""
 _DISCONNECTED_S = 15.0
@@ -63,7 +64,7 @@ class _Agent:
     def __init__(self, config: dict[str, Any]) -> None:
         self._coordinator, self._group = config["coordinator"], config["group"]
         self._number, self._local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-        self._left, self._beat_s = threading.Event(), _BEAT_S
+        self._left, self._told = threading.Event(), 0.0
         registry.own_code_last(config["folder"])  # on a cluster Ray has put it first; ranks get this process's path
         self.node_ip = ray.util.get_node_ip_address()
         self._node = ray.get_runtime_context().get_node_id()
@@ -89,7 +90,6 @@ class _Agent:
                     return
                 case "train":
                     self._link.connect()
-                    self._beat_s = order["beat_s"]
                     self._attempt = _Attempt(self, order)
                 case "look" if self._attempt is not None:
                     threading.Thread(target=self._attempt.look, name="raydist-look", daemon=True).start()
@@ -106,21 +106,25 @@ class _Agent:
             self._attempt.wait_for_output(_OUTPUT_S)
 
     def beat(self) -> None:
-        """Sends heartbeats to the coordinator, as often as its orders say. If the agent is disconnected or replaced, it exits with
-        its rank.
+        """Sends heartbeats to the coordinator, as often as its answers say: all agents of a node, which have the same clock, at the
+        same times. Where they are far apart, one soon after another message is left out. If the agent is disconnected or replaced,
+        it exits with its rank.
         """
-        last_message = time.monotonic()
-        while not self._left.wait(self._beat_s - BEAT_WINDOW_S if self._link.merged else self._beat_s):
-            ours = True
+        beat_s, last_message = _BEAT_S, time.monotonic()
+        while not self._left.wait(beat_s - time.monotonic() % beat_s):
+            if time.monotonic() - self._told < (beat_s - _BEAT_S) / 2:
+                continue
             with contextlib.suppress(RayError, TimeoutError):
-                ours = self.tell("beat", self._number, timeout_s=_DISCONNECTED_S)
+                beat_s = self.tell("beat", self._number, timeout_s=_DISCONNECTED_S)
                 last_message = time.monotonic()
-            if not ours or time.monotonic() - last_message > _DISCONNECTED_S + 2 * self._beat_s:
+            if not beat_s or time.monotonic() - last_message > _DISCONNECTED_S + 3 * beat_s:
                 self.server.close()
                 os._exit(1)
 
     def tell(self, method: str, *what: Any, timeout_s: float | None = None) -> Any:
         """Calls a method of the coordinator for this agent's group. Raises RayError, and TimeoutError."""
+        if method in ("next", "ended"):
+            self._told = time.monotonic()
         return self._link.call(method, self._group, *what, timeout_s=timeout_s)
 
     def monitor(self, attempt: int) -> Any:

@@ -28,9 +28,8 @@ from typing import Any
 from raydist.launch.zygote import connect, peer_uid
 
 _WINDOW_S = 0.02
-BEAT_WINDOW_S = 0.5
-"""How long the first of some calls waits for the others. All beats of a node are answered together, so that the next ones come
-together, too."""
+_BEAT_WINDOW_S = 0.5
+"""How long the first of some calls waits for the others. The agents of a node beat at the same times (agent.py)."""
 _ALIVE_S = 0.5
 _SILENT_S = 2.5
 """The relay tells every agent that it lives, so often; after so long without it, calls go elsewhere. Short enough that a beat that
@@ -61,7 +60,7 @@ class MergedCalls:
         return await call.answer
 
     def _add(self, call: _Call) -> None:
-        window = BEAT_WINDOW_S if call.method == "beat" else _WINDOW_S
+        window = _BEAT_WINDOW_S if call.method == "beat" else _WINDOW_S
         # A call of `next` may wait for long, and no other call may wait for it.
         key = -1.0 if call.method == "next" else window
         waiting = self._waiting.setdefault(key, [])
@@ -231,11 +230,6 @@ class Link:
     def address_of(key: str) -> str:
         """The socket of the node's relay: an abstract one, which leaves no file behind."""
         return f"\0raydist-{os.getuid()}-relay-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-
-    @property
-    def merged(self) -> bool:
-        """Whether calls go through the node's relay."""
-        return self._connection is not None
 
     def connect(self) -> None:
         """Uses the node's relay, if there is one, from now on."""

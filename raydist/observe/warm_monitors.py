@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from typing import Any
 
 from raydist.observe.monitor_actor import placed, start_monitor
 from raydist.observe.run_monitor import INTERVAL_S, RunMonitor
+from raydist.private_files import open_private
 from raydist.run.driver_process import this_process
 
 _TAKE_S = 30.0
@@ -32,14 +34,19 @@ class WarmMonitor(RunMonitor):
 
     def __init__(self, slot: str) -> None:
         self._slot = Path(slot)
-        if self._slot.exists():  # Ray restarted it after it was killed
-            super().__init__(**json.loads(self._slot.read_text()))
+        try:
+            file = open_private(self._slot)
+        except FileNotFoundError:
+            return
+        with os.fdopen(file) as text:
+            arguments = json.load(text)
+        super().__init__(**arguments)  # Ray restarted it after it was killed
 
     def take(self, arguments: Mapping[str, Any]) -> None:
         """Assigns the run. `arguments`: RunMonitor's arguments as plain data. Raises what RunMonitor raises."""
         part = self._slot.with_suffix(".part")
         # Readable by this user only, because a URI may contain secrets; a restarted actor must be able to open it.
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        with os.fdopen(open_private(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
             json.dump(arguments, file)
         os.replace(part, self._slot)
         super().__init__(**arguments)
@@ -48,11 +55,12 @@ class WarmMonitor(RunMonitor):
 class WarmMonitors:
     """Provides the monitors of runs, and keeps one ready for the next run while `wanted()` is true. Thread-safe.
 
-    `folder`: on this host, for the slots; deleted by `end`.
+    `folder`: an existing one on this host, in which a private one for the slots is made; `end` deletes that.
     """
 
     def __init__(self, folder: Path, wanted: Callable[[], bool] = lambda: True) -> None:
         self._folder, self._wanted = folder, wanted
+        self._slots: Path | None = None
         self._lock = threading.Lock()
         self._ready: Any = None
         self._numbers = itertools.count(1)
@@ -62,8 +70,9 @@ class WarmMonitors:
         """Starts a monitor, unless one is ready or none is wanted. Returns at once."""
         with self._lock:
             if self._ready is None and not self._ended and self._wanted():
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self._ready = placed(WarmMonitor).remote(str(self._folder / f"{next(self._numbers)}.json"))
+                # Of any name: on a cluster other users may be able to write to Ray's folder.
+                self._slots = self._slots or Path(tempfile.mkdtemp(prefix="monitors-", dir=self._folder))
+                self._ready = placed(WarmMonitor).remote(str(self._slots / f"{next(self._numbers)}.json"))
 
     def get(self, run_uri: str, exporters: Sequence[Mapping[str, Any]], spec: Mapping[str, Any]) -> Any:
         """The monitor of that run, as `start_monitor` returns it: the ready one if there is one and it works."""
@@ -98,4 +107,5 @@ class WarmMonitors:
         if ready is not None:
             with suppress(RayError):
                 ray.kill(ready)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._slots is not None:
+            shutil.rmtree(self._slots, ignore_errors=True)

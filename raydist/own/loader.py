@@ -1,19 +1,24 @@
-"""How samples become micro-batches, and what a session takes from a DataLoader of torch: its dataset, its batch size, and its
-processes, which read the micro-batches of this rank ahead.
+"""How samples become micro-batches on a device, and what a session takes from a DataLoader of torch: its dataset, its batch size,
+and its processes, which read the micro-batches of this rank ahead.
 
 The order of the samples and their division among the ranks are the session's, as without a loader.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from raydist.data.order import IntArray
 from raydist.errors import UserError
 from raydist.worker import distributed
+from raydist.worker.dataloader import sent
 
 Part = tuple[int, IntArray]
 """A step, and the numbers of the samples of one of its micro-batches."""
@@ -51,6 +56,25 @@ def read_ahead(reader: Reader, parts: Iterable[Part], loader: DataLoader[Any]) -
             multiprocessing_context=loader.multiprocessing_context,
         )
     )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on `device`: those in tuples, lists, dicts and dataclasses, and of another object that has one, by
+    its `to`, such as the batches of transformers and of torch_geometric."""
+
+    def send(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return sent(value, device)
+        if callable(to := getattr(value, "to", None)):
+            return to(device)
+        if is_dataclass(value) and not isinstance(value, type):
+            made = copy.copy(value)
+            for field in fields(value):
+                object.__setattr__(made, field.name, to_device(getattr(value, field.name), device))
+            return made
+        return value
+
+    return tree_map(send, batch)
 
 
 def check(loader: DataLoader[Any]) -> None:

@@ -7,6 +7,7 @@ over the ranks have one order, so a run that was killed goes on with the same bi
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, default_collate
 
 from raydist.data.batches import Cursor, StepBatch, samples_hash, share
@@ -24,7 +24,7 @@ from raydist.data.order import IntArray
 from raydist.errors import SpecChanged, UsageError, UserError
 from raydist.own.arguments import check_splits, job_of, plain_module, trained_by
 from raydist.own.host import host
-from raydist.own.loader import Part, Reader, check, read_ahead
+from raydist.own.loader import Part, Reader, check, read_ahead, to_device
 from raydist.own.samples import STREAM, samples_of
 from raydist.own.state import ValueState
 from raydist.own.training import CHANGED, Training
@@ -37,7 +37,6 @@ from raydist.worker.build import check_same
 from raydist.worker.checkpoint.manager import CheckpointManager, Progress
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.checks.bad_steps import BadStepCheck
-from raydist.worker.dataloader import sent
 from raydist.worker.precision import Precision
 from raydist.worker.step_hooks import Bad
 
@@ -199,6 +198,8 @@ class Session:
         self._checkpoints.open()
         self._saves = True
         self.number = self._at.step
+        if self.number >= self._total and rank.first:
+            print(f"run {job.run.name} is finished: {self.number} steps, in {job.run.uri}", file=sys.stderr)
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's micro-batches of the steps that are left."""
@@ -221,7 +222,7 @@ class Session:
                     heartbeat.enter("data")
                 began = time.perf_counter()
                 batch = self._reader[self.number, part] if ahead is None else next(ahead)
-                made = tree_map(self._to_device, batch)
+                made = to_device(batch, rank.device)
                 distributed.seed_all(spec.train.seed, "own", self.number, int(part[0]))
                 self._last, self._backward, self._stepped = index == len(mine) - 1, False, False
                 training.begin(self.number)
@@ -281,9 +282,6 @@ class Session:
             for part, _ in self._divide(ids):
                 yield step, part
 
-    def _to_device(self, value: Any) -> Any:
-        return sent(value, self.rank.device) if isinstance(value, Tensor) else value
-
     def _update(self) -> None:
         at, step, training = self._at, self._step, self._distributed()
         checkpoints, heartbeat = self._manager(), self._host.heartbeat
@@ -324,6 +322,7 @@ class Session:
                     world_size=self.rank.world_size,
                     attempt=self._attempt,
                     samples_hash=hashed,
+                    samples=len(step.ids),
                 )
             )
         heartbeat.stepped(seconds - step.read)

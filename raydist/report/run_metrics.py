@@ -74,7 +74,7 @@ def report(run: RunDir) -> Report:
         "loss": about["loss"],
         "eval_loss": about["eval_loss"],
         "tokens_per_second": pace,
-        "samples_per_second": _samples_per_second(pace, steps, _get(spec, "train", "global_batch")),
+        "samples_per_second": _samples_per_second(pace, steps),
         "mfu": pace * capacity["flops_per_token"] / capacity["peak_flops"] if pace and capacity else None,
         "world_size": about["attempts"][-1]["world_size"] if about["attempts"] else None,
         "versions": _versions(run, events),
@@ -120,10 +120,13 @@ def _parsed(text: str) -> Any:
         return None  # it is shown unparsed, and values from it are unknown
 
 
-def _samples_per_second(pace: float | None, steps: pa.Table, batch: Any) -> float | None:
-    """With the tokens of a step as in the last 50."""
-    tokens = steps["tokens"].to_numpy()[-50:]
-    return pace * batch / float(tokens.mean()) if pace and batch and tokens.any() else None
+def _samples_per_second(pace: float | None, steps: pa.Table) -> float | None:
+    """With as many tokens a sample as in the last 50 steps; None if records do not have their samples."""
+    last = steps.slice(max(len(steps) - 50, 0))
+    tokens, samples = (
+        sum(last[name].to_pylist()) if not last[name].null_count else 0 for name in ("tokens", "samples")
+    )
+    return pace * samples / tokens if pace and tokens and samples else None
 
 
 def _get(spec: Any, *keys: str) -> Any:

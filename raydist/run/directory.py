@@ -19,6 +19,7 @@ Runs anywhere.
         checkpoints/step-00000200/MANIFEST-0001.json and shards; 0001 is the attempt that saved it
         attempts/0002.json                    attempt 2 has started: earlier attempts may not commit any more
         attempts/0002-from-00000200.json      and the step from which it resumed
+        mirrors/*.json                        the replicas in local folders that the run has had (raydist/checkpoint/mirrors.py)
         drivers/000007.json                   the run's driver, and its lease (raydist/run/lease.py)
         drivers/000007.stop                   `raydist stop` has asked that driver to end
 
@@ -56,6 +57,7 @@ SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
 )  # fmt: skip
 CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "drivers", "faults", "drift"
 BUCKETS, COMM, SAMPLES, REQUESTS, TRACES, REPORT = "buckets", "comm", "samples", "requests", "traces", "report.html"
+MIRRORS = "mirrors"
 DATA = ".data"
 """In the folder of the runs: corpora that raydist prepared automatically."""
 SWEEP_CELLS = "cells.jsonl"
@@ -71,7 +73,7 @@ _DELETED = frozenset(
         REPORT, COMM, "export.jsonl", "mlflow.json", "wandb", "wandb.json",
     ]
 )  # fmt: skip
-"""What `start_anew` deletes: all that raydist writes into a run's folder, but ATTEMPTS and DRIVERS."""
+"""What `start_anew` deletes: all that raydist writes into a run's folder, but ATTEMPTS, DRIVERS and MIRRORS."""
 _UNFINISHED = tuple(f".tmp-{name}" for name in (SPEC, STATE, EVENTS, REPORT))
 
 NOTE_S = 60.0
@@ -161,16 +163,20 @@ class Folder:
         """The folder's last part."""
         return str(self.storage.root).rstrip("/").rsplit("/", 1)[-1]
 
-    def expect(self, wait_s: float = 0.0) -> Self:
-        """Waits until the folder of this run or sweep, which has begun, is there. From then on it is written only where it is.
+    def guard(self) -> Self:
+        """From now on this folder, of a run or sweep that has begun, is written only where it is there.
 
-        The empty folder below the mount point of an unmounted file system looks like that of a new run. Raises StorageError after
-        `wait_s`.
+        The empty folder below the mount point of an unmounted file system looks like that of a new run.
         """
-        local = self.storage.local
-        if local is None:
+        if self.storage.local is not None:
+            self.storage.marks = tuple(self.storage.local / name for name in _MARKS)
+        return self
+
+    def expect(self, wait_s: float = 0.0) -> Self:
+        """`guard`, and waits until the folder is there. Raises StorageError after `wait_s`."""
+        self.guard()
+        if self.storage.local is None:
             return self
-        self.storage.marks = tuple(local / name for name in _MARKS)
         deadline = time.monotonic() + wait_s
         while True:
             with suppress(OSError):  # such as a stale NFS handle

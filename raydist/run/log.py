@@ -59,6 +59,7 @@ FIELDS: dict[str, tuple[pa.DataType, str]] = {
     "local_step": (pa.bool_(), "whether no outer step started or arrived after it; null without comm.every"),
     "sync_seconds": (pa.float64(), "seconds that rank 0 waited for the last outer step; null before one"),
     "sync_bytes": (pa.int64(), "bytes that rank 0 sent for the last outer step; null before one"),
+    "samples": (pa.int64(), "samples of the global batch that were trained; null in runs of earlier versions"),
     "expert_loads": (
         pa.list_(pa.list_(pa.int32())),
         "tokens of each expert, a list for each layer; null without experts",

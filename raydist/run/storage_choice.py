@@ -66,7 +66,7 @@ def config_file() -> Path:
     """The path of the user's configuration file, which may not exist."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     # XDG Base Directory Specification: relative paths are invalid and must be ignored.
-    folder = Path(base) if os.path.isabs(base) else Path("~/.config").expanduser()
+    folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.config"))
     return folder / "raydist" / "config.toml"
 
 
@@ -105,9 +105,9 @@ def holds_runs(folder: Path) -> bool:
 
 def others(choice: StorageChoice) -> list[str]:
     """Other well-known places with runs: the nearest folder `runs`, and ~/raydist, without `choice`."""
-    default = Path(DEFAULT).expanduser()
+    default = Path(os.path.expanduser(DEFAULT))
     places = [place for place in (nearest(), default) if place is not None and holds_runs(place)]
-    chosen = Path(choice.uri).expanduser().absolute() if "://" not in choice.uri else None
+    chosen = Path(os.path.expanduser(choice.uri)).absolute() if "://" not in choice.uri else None
     return [str(place) for place in places if place != chosen]
 
 

@@ -6,6 +6,7 @@ Runs in: commands that need no training: `raydist sample`, `raydist evaluate`, e
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from raydist import registry
 from raydist.checkpoint.huggingface import SCALE, check, weight_files
 from raydist.data.tokenizers import Library
 from raydist.errors import DataError, UserError
+from raydist.parsing import JSON_BYTES, read_file
 from raydist.spec import ModelSpec
 from raydist.spec.huggingface import HuggingFace, fields_of, format_of, read_config
 from raydist.spec.validate import validate
@@ -39,9 +41,11 @@ class Exported:
         """Its tokenizer.json. Raises DataError."""
         path = self.folder / "tokenizer.json"
         try:
-            return Library(str(path), path.read_bytes())
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}", "export the model again") from None
+            data = read_file(path, JSON_BYTES)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"{path}: cannot be read: {reason}", "export the model again") from None
+        return Library(str(path), data)
 
     def step(self) -> int:
         """The step of the checkpoint that it was exported from. Raises KeyError for other folders."""
@@ -56,7 +60,7 @@ class Exported:
 
 def is_exported(name: str) -> bool:
     """Whether this is a folder with a config.json."""
-    return "://" not in name and (Path(name).expanduser() / "config.json").is_file()
+    return "://" not in name and (Path(os.path.expanduser(name)) / "config.json").is_file()
 
 
 @torch.no_grad()
@@ -65,7 +69,7 @@ def open_folder(folder: Path, context: int | None = None) -> Exported:
 
     Raises UserError for an unknown architecture, tensors that do not fit, and corrupt files.
     """
-    folder = folder.expanduser()
+    folder = Path(os.path.expanduser(folder))
     config = read_config(Storage(folder))
     quantized = config.pop("quantization_config", None)
     if quantized is not None and not _is_ours(quantized):

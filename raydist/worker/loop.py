@@ -233,6 +233,7 @@ class _Run(Assembly):
             local_step=self.outer.local if self.outer else None,
             sync_seconds=sync[0] if sync else None,
             sync_bytes=sync[1] if sync else None,
+            samples=0 if report is LEFT_OUT else len(batch.ids),
             expert_loads=loads,
             expert_bias=bias,
         )

@@ -48,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "cut.txt.gz": gzip.compress(os.urandom(1000))[:500],
         "not.txt.zst": "plain text",
         "not.parquet": b"PAR1xxxx",
+        "chat.jsonl": '{"prompt": "a", "completion": "b"}\n',
         "cut.jsonl": '{"text": "a"}\n{"text": "b"\n',
         "column.jsonl": '{"text": "a"}\n{"tex": "b"}\n',
         "deep.jsonl": '{"text": ' + "[" * 100_000 + "\n",
@@ -177,6 +178,21 @@ COMMANDS = {
                         "checkpoint prune", "data show", "data verify", "sweep results", "sweep best", "sweep report")
     },
     **{f"{command} foo://x/y": "foo://x/y" for command in ("show", "data show", "sweep results", "runs --storage")},
+    **{
+        f"{command} '~nosuch/x'": "~nosuch/x"
+        for command in ("show", "data show", "train", "convert deepspeed", "sweep results", "run", "data prepare --out made",
+                        "data prepare good.txt --out made --tokenizer")
+    },
+    "train job.yaml --set data.path=~nosuch/x": "~nosuch/x",
+    **{
+        command.format(name): "is not a regular file"
+        for command in ("data prepare good.txt --out made --tokenizer {}", "plan job.yaml --set data.tokenizer={}",
+                        "data prepare chat.jsonl --out made --format chat --chat-template {}",
+                        "plan job.yaml --set 'model={{name: transformers, options: {{config: {}}}}}'")
+        for name in ("fifo", "/dev/zero")
+    },
+    **{f"{command} file://host/x": "has a host or a relative path" for command in ("show", "runs --storage", "data show")},
+    **{f"{command} \udcff": "is not UTF-8" for command in ("show", "runs --storage", "data show")},
     "checkpoint export nosuch --out x": "nosuch",
     "plan job.yaml --memory x": "write 80GiB",
     "plan job.yaml --device nosuch": "no GPU with a known peak",

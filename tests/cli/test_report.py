@@ -97,13 +97,16 @@ def test_every_figure_is_documented() -> None:
 
 
 def test_what_cannot_be_done(run: RunDir, tmp_path: Path) -> None:
-    """A missing run, and a page path that is a folder or below a file: each is an error."""
+    """A missing run, and a page path that is a folder, a FIFO or below a file: each is an error."""
     with pytest.raises(RunNotFound, match="a-run") as caught:
         call("another", "--storage", str(tmp_path))
     assert caught.value.exit_code == 2
     for out in (str(tmp_path), f"{tmp_path}/"):
         with pytest.raises(UsageError, match="is a folder"):
             call(run.uri, "-o", out)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UsageError, match="fifo is not a regular file"):
+        call(run.uri, "-o", str(tmp_path / "fifo"))
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot write .*/file/b\.html"):
         call(run.uri, "-o", f"{tmp_path}/file/b.html")

@@ -21,9 +21,9 @@ import pytest
 import ray
 
 from raydist.cluster.run import ray_train_adapter
-from raydist.cluster.run.coordinator import start_coordinator
 from raydist.cluster.run.fit import AbortHandle, AttemptResult
 from raydist.cluster.run.supervisor import Supervisor
+from raydist.cluster.run.worker_group_slot import start_coordinator
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.errors import RaydistError
 from raydist.run.directory import RunDir

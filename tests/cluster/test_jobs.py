@@ -162,12 +162,12 @@ def test_what_is_no_address_of_a_jobs_api(dashboard: Any, head: str) -> None:
 
 def test_a_jobs_api_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, dashboard: Any) -> None:
     """Refused connection, no answer, unknown host, not Ray: each error has its reason, and may be retried."""
-    monkeypatch.setattr(jobs, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         found = {f"http://127.0.0.1:{mute.getsockname()[1]}": "timed out"}
         found |= {"http://127.0.0.1:1": "Connection refused", "http://no-such-host.invalid:8265": ""}
         found |= {dashboard.url.replace("http:", "https:"): "SSL"}
         for url, says in found.items():
+            monkeypatch.setattr(jobs, "_ANSWER_S", 0.2 if says == "timed out" else 240.0)
             with pytest.raises(ClusterUnreachable, match=f"no Jobs API answers at {url}: .*{says}"):
                 jobs.connect(url)
     for status, body in ((404, ""), (200, "<html>"), (200, "[]")):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import threading
 import time
@@ -26,14 +25,9 @@ from raydist.run.directory import RunDir, begin_attempt
 from raydist.run.log import read_events
 from raydist.run.telemetry_schema import OPS, PHASES
 from tests import needs
+from tests.ports import free_ports
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "raydist.json"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Prometheus:
@@ -45,7 +39,7 @@ class Prometheus:
             "global: {scrape_interval: 250ms, scrape_timeout: 250ms}\n"
             f"scrape_configs: [{{job_name: ray, static_configs: [{{targets: ['{target}']}}]}}]\n"
         )
-        place = f"127.0.0.1:{free_port()}"
+        place = f"127.0.0.1:{free_ports(1)[0]}"
         self._url = f"http://{place}/api/v1/"
         flags = [f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={place}"]
         with (folder / "prometheus.log").open("w") as log:
@@ -54,7 +48,7 @@ class Prometheus:
     def ask(self, expression: str) -> list[dict[str, Any]]:
         """The current result of a query. Raises AssertionError with Prometheus's message if the query is invalid."""
         try:
-            with urlopen(f"{self._url}query?{urlencode({'query': expression})}", timeout=10) as answer:
+            with urlopen(f"{self._url}query?{urlencode({'query': expression})}", timeout=60) as answer:
                 found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
                 return found
         except HTTPError as error:

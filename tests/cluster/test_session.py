@@ -216,15 +216,18 @@ def test_ray_is_not_shut_down_below_a_thread_that_calls_it(monkeypatch: pytest.M
     monkeypatch.setattr(head_monitor, "QUIET_S", 0.1)
     monkeypatch.setattr(head_monitor, "lost", False)
     namespace: dict[str, Any] = {"__name__": "ray.actor"}
-    exec("def call(returns): returns.wait()", namespace)
-    returns = threading.Event()
+    exec("def call(called, returns):\n    called.release()\n    returns.wait()", namespace)
+    called, returns = threading.Semaphore(0), threading.Event()
     threads = [
-        threading.Thread(target=namespace["call"], args=[returns], name=n) for n in ("ray_listen", "raydist-abort")
+        threading.Thread(target=namespace["call"], args=[called, returns], name=n)
+        for n in ("ray_listen", "raydist-abort")
     ]
     threads[0].start()
+    assert called.acquire(timeout=240)
     session_module._shut_down()
     assert (downs, head_monitor.lost) == (["down"], False)
     threads[1].start()
+    assert called.acquire(timeout=240)
     session_module._shut_down()
     assert (downs, head_monitor.lost) == (["down"], True)
     returns.set()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raydist.dashboard.cache import EVERY_S, REST, SHARE, Live, Shelf
+from raydist.dashboard.cache import EVERY_S, PATIENCE_S, REST, SHARE, Live, Shelf
 from raydist.dashboard.document import parts
 from raydist.errors import StorageError
 from raydist.report.html.elements import tag
@@ -102,6 +102,49 @@ def test_only_one_thread_reads_and_the_others_do_not_wait() -> None:
     go.set()
     reader.join(240)
     assert live.get().value == 2
+
+
+def test_nobody_waits_again_for_what_takes_long() -> None:
+    """A thread renews it, and the former value is there meanwhile; a patient caller gets the new one. An error of that thread is
+    raised until a later one succeeds."""
+    clock, go, stamp = Clock(), threading.Semaphore(0), [1]
+    answers: list[Any] = [1, StorageError("gone"), 3, 4]
+
+    def load(older: int | None, _: int) -> int:
+        assert older is None or go.acquire(timeout=240)
+        clock.now += 2 * PATIENCE_S
+        found = answers.pop(0)
+        if isinstance(found, StorageError):
+            raise found
+        return int(found)
+
+    def change() -> None:
+        stamp[0] += 1
+        clock.now += 4 / SHARE
+
+    def renewed() -> None:
+        go.release()
+        with live._lock:  # of the thread, until it has ended
+            return
+
+    live = Live(lambda: stamp[0], load, clock)
+    assert live.get().value == 1
+    change()
+    assert live.get().value == 1
+    assert live.get().value == 1
+    renewed()
+    for _ in range(2):
+        assert live.fresh is None
+        with pytest.raises(StorageError, match="gone"):
+            live.get()
+    change()
+    with pytest.raises(StorageError, match="gone"):
+        live.get()
+    renewed()
+    assert live.get().value == 3
+    change()
+    go.release()
+    assert live.get(patient=True).value == 4
 
 
 def test_a_shelf_keeps_the_newest() -> None:

@@ -71,7 +71,7 @@ def test_a_page_is_whole_and_accessible(
     assert browser.value("typeof owned") == "undefined"
     assert browser.value("document.documentElement.scrollWidth <= innerWidth")
     if path.startswith("/run/0/base?smooth"):
-        looks.check(browser, lines=5)
+        looks.check(browser, lines=6)
     accessibility.check(browser)
 
 
@@ -152,7 +152,7 @@ def test_a_running_run_is_followed(dashboard: Dashboard, browser: Chromium) -> N
     assert browser.complaints == []
     assert zooms(browser)["Loss"] == shown, "newer data does not move the view"
     steps = "[...raydist.charts.values()].filter((one) => one.chart.x.name === 'step')"
-    assert browser.value(f"{steps}.map((one) => one.chart.x.ends[1])") == [120] * 6, (
+    assert browser.value(f"{steps}.map((one) => one.chart.x.ends[1])") == [120] * 7, (
         "also of charts that are not drawn yet"
     )
     assert texts(browser, ".tip div")[0] == "step 30"

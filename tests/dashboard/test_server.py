@@ -31,12 +31,12 @@ from raydist.dashboard.document import LIBRARY
 from raydist.dashboard.server import STREAMS
 from raydist.errors import UsageError
 from raydist.report.html.page import library
-from raydist.run import requests
+from raydist.run import driver_process, requests
 from raydist.run.directory import RunDir
 from raydist.run.driver_process import this_process
 from raydist.run.status import write_state
 from raydist.storage import Storage
-from tests.dashboard.conftest import EVIL, Dashboard, acting, running
+from tests.dashboard.conftest import EVIL, LOST_AFTER_S, Dashboard, acting, running
 from tests.report import story
 
 PAGES = ("/", "/run/0/base", "/sweep/0/tuned", "/look.css", LIBRARY, "/chart.js", "/live.js")
@@ -340,6 +340,7 @@ def test_an_object_store(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cache, server):
         monkeypatch.setattr(module, "EVERY_S", 0.1)
     monkeypatch.setattr(cache, "SHARE", 1.0)
+    monkeypatch.setattr(driver_process, "LOST_AFTER_S", LOST_AFTER_S)
     home = Storage(s3.uri("pages"))
     run = story.story(RunDir(home.at("base")))
     running(run, 7)

@@ -174,16 +174,17 @@ def test_a_stuck_thread_is_replaced_at_its_cursor(tmp_path: Path) -> None:
     told: list[Stall] = []
     expected = np.concatenate([batches.ids(batches.at_step(i)) for i in range(10)])
     with Loader(
-        source, batches, Cursor(), divide=equal_parts(2), steps=10, timeout_s=0.3, on_stall=told.append
+        source, batches, Cursor(), divide=equal_parts(2), steps=10, timeout_s=1.0, on_stall=told.append
     ) as loader:
         steps = [next(loader) for _ in range(5)]
         source.free(1)
         steps += list(loader)
     assert np.array_equal(np.concatenate([m.tokens[:, 0] for s in steps for m in s.micro_batches]), expected)
-    (stall,) = told
-    assert (stall.cursor, stall.restarts, stall.final) == (stuck, 0, False)
+    # A busy machine may hold up another batch as long.
+    (stall,) = (one for one in told if one.cursor == stuck)
+    assert (stall.restarts, stall.final) == (0, False)
     assert np.array_equal(stall.ids, batches.ids(stuck))
-    assert stall.seconds >= 0.3
+    assert stall.seconds >= 1.0
     assert "test_loader.py" in stall.at.splitlines()[0]
     assert stall.at.splitlines()[0].endswith("in batch")
 
@@ -192,12 +193,13 @@ def test_a_read_that_blocks_for_ever_ends_with_its_cause(tmp_path: Path) -> None
     """After two restarts at one batch `next` raises DataError with the line at which the thread blocks; `close` does not wait for
     that thread."""
     batches = Batches(40, 4, 0, "f")
-    source = _Blocking(tmp_path / "fifo", int(batches.ids(batches.at_step(1))[0]), 9)
+    stuck = batches.at_step(1)
+    source = _Blocking(tmp_path / "fifo", int(batches.ids(stuck)[0]), 9)
     told: list[Stall] = []
-    with Loader(source, batches, Cursor(), divide=equal_parts(4), timeout_s=0.2, on_stall=told.append) as loader:
+    with Loader(source, batches, Cursor(), divide=equal_parts(4), timeout_s=0.5, on_stall=told.append) as loader:
         assert next(loader).cursor == Cursor()
         with pytest.raises(DataError, match=r"epoch 0, sample 4, on rank 0.*\n.*test_loader.py:\d+ in batch"):
             next(loader)
-    assert [(s.restarts, s.final) for s in told] == [(0, False), (1, False), (RESTARTS, True)]
+    assert [(s.restarts, s.final) for s in told if s.cursor == stuck] == [(0, False), (1, False), (RESTARTS, True)]
     source.left = 0
     source.free(3)

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from tests import forked
 from tests.end_to_end.test_tutorials import TUTORIALS, script
 from tests.exact import exact
 from tests.hosts import LEAN
+from tests.ports import free_ports
 from tests.stderr import without_stages
 
 SHORT = "--workers 2 --op all_reduce --max-bytes 1KiB --iters 2"
@@ -45,17 +45,6 @@ REPOSITORY = Path(__file__).parents[2]
 
 TOKEN = {"RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 """The cluster requires this token, as Ray does if a token file exists; raydist detects that it has to send it."""
-
-
-def free_ports(n: int) -> list[int]:
-    """Distinct ports that are free now."""
-    sockets = [socket.socket() for _ in range(n)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

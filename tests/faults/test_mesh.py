@@ -29,7 +29,7 @@ from tests.faults.conftest import GPT, write
 
 STEPS = 27
 MESH = ["model.layers=2", "parallel.tensor=2", "parallel.pipeline=2", "cluster.workers=4", "cluster.cpus_per_worker=0.5",
-        "recovery.step_timeout=5", f"train.steps={STEPS}", "checkpoint.keep=100"]  # fmt: skip
+        "recovery.step_timeout=10", f"train.steps={STEPS}", "checkpoint.keep=100"]  # fmt: skip
 DEATHS: list[tuple[Fault, str, str]] = [
     (Kill(rank=3, step=2, phase="backward"), "worker_died", "SIGKILL"),
     (Suspend(rank=0, step=4), "worker_hung", r"stopped (SIGSTOP); in step 4 for \d+ s in forward"),
@@ -73,7 +73,7 @@ def test_faults_of_each_rank_of_a_mesh(project: Any) -> None:
 LAST = 7
 EXPERTS = ["model.name=mixtral", "model.hidden=16", "parallel.strategy=zero2", "parallel.expert=4"]
 SMALL = ["model.layers=2", "model.width=16", "model.heads=2", "cluster.workers=4", "cluster.cpus_per_worker=0.5",
-         "recovery.step_timeout=5", "recovery.max_failures=-1", "recovery.snapshot_every=1", f"train.steps={LAST}",
+         "recovery.step_timeout=10", "recovery.max_failures=-1", "recovery.snapshot_every=1", f"train.steps={LAST}",
          "checkpoint.every=100"]  # fmt: skip
 
 

@@ -145,7 +145,7 @@ REST: list[Fault] = [
 
 PATIENCE = [
     "--set",
-    "recovery.step_timeout=5",
+    "recovery.step_timeout=10",
     "--set",
     "recovery.data_timeout=2",
     "--set",
@@ -287,7 +287,7 @@ def test_bad_numbers_lack_of_memory_and_a_crash_loop(project: Any) -> None:
     stages have it): a message that is damaged ends the attempt; a replica that differs is repaired; bad steps are skipped, and the
     event names the ranks; a rank that skips a collective is named as the cause of the hang; each lack of memory halves the
     micro-batch; a bug that is raised three times in a row stops the run, with exit code 3."""
-    policy = ["recovery.on_nan=skip", "recovery.spike.factor=3", "recovery.spike.window=3", "recovery.step_timeout=5"]
+    policy = ["recovery.on_nan=skip", "recovery.spike.factor=3", "recovery.spike.window=3", "recovery.step_timeout=10"]
     fields = [*policy, "train.check_replicas=1", "cluster.workers=6", "train.global_batch=12", "train.micro_batch=4",
               "parallel.pipeline=2", "model.layers=2", "cluster.cpus_per_worker=0.3"]  # fmt: skip
     command = [word for field in fields for word in ("--set", field)]

@@ -41,7 +41,9 @@ def rows() -> Callable[..., list[dict[str, Any]]]:
     """make(steps, attempt): the records of these steps of an attempt."""
 
     def make(steps: range, attempt: int = 1) -> list[dict[str, Any]]:
-        return [StepRecord(s, 1 / s, 1e-3, 0.5, 100, 0.1, 0.01, 2, attempt, f"{s:016x}").to_dict() for s in steps]
+        return [
+            StepRecord(s, 1 / s, 1e-3, 0.5, 100, 0.1, 0.01, 2, attempt, f"{s:016x}", samples=8).to_dict() for s in steps
+        ]
 
     return make
 

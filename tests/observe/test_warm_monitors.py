@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from raydist.observe.warm_monitors import WarmMonitors
+from raydist.observe.warm_monitors import WarmMonitor, WarmMonitors
 from raydist.run.directory import ATTEMPTS, RunDir
 from raydist.run.log import read_steps
 from raydist.run.status import last_word, read_state
@@ -31,7 +32,7 @@ def test_one_is_ready_and_becomes_the_run_s(tmp_path: Path, rows: Rows) -> None:
     """The prepared actor takes the run with its folder, exporters and driver. At most one actor waits, none is started unless
     needed, and the next run gets another one."""
     wanted = [False]
-    monitors = WarmMonitors(tmp_path / "slots", lambda: wanted[0])
+    monitors = WarmMonitors(tmp_path, lambda: wanted[0])
     monitors.prepare()
     assert monitors._ready is None
     wanted[0] = True
@@ -57,7 +58,7 @@ def test_one_is_ready_and_becomes_the_run_s(tmp_path: Path, rows: Rows) -> None:
 
 def test_one_that_was_killed_comes_back_as_the_run_s(tmp_path: Path, rows: Rows, push_until_it_is_back: Push) -> None:
     """After SIGKILL during its run Ray restarts the actor, and it continues that run."""
-    monitors, run = WarmMonitors(tmp_path / "slots"), begun(tmp_path / "run")
+    monitors, run = WarmMonitors(tmp_path), begun(tmp_path / "run")
     monitors.prepare()
     mine = monitors.get(run.uri, [], {})
     ray.get(mine.begin_attempt.remote(1, 2, 0))
@@ -74,7 +75,7 @@ def test_one_that_was_killed_comes_back_as_the_run_s(tmp_path: Path, rows: Rows,
 
 def test_one_that_cannot_take_the_run_is_not_missed(tmp_path: Path) -> None:
     """If the prepared actor has died, the run gets a new monitor."""
-    monitors, run = WarmMonitors(tmp_path / "slots"), begun(tmp_path / "run")
+    monitors, run = WarmMonitors(tmp_path), begun(tmp_path / "run")
     monitors.prepare()
     ready = monitors._ready
     ray.kill(ready)
@@ -88,13 +89,28 @@ def test_one_that_cannot_take_the_run_is_not_missed(tmp_path: Path) -> None:
 
 def test_one_that_nobody_takes_ends(tmp_path: Path) -> None:
     """`end` removes an unused actor's process and folder, and later calls start no other."""
-    monitors = WarmMonitors(tmp_path / "slots")
+    monitors = WarmMonitors(tmp_path)
     monitors.prepare()
     ready = monitors._ready
-    assert (tmp_path / "slots").is_dir()
+    assert [folder.stat().st_mode & 0o777 for folder in tmp_path.iterdir()] == [0o700]
     monitors.end()
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(ready.command.remote(None), timeout=240)
-    assert not (tmp_path / "slots").exists()
+    assert list(tmp_path.iterdir()) == []
     monitors.prepare()
     assert monitors._ready is None
+
+
+def test_what_another_user_has_put_there_is_not_used(tmp_path: Path) -> None:
+    """A link in place of the slot is not read (its exporters would be imported), and one in place of its unfinished file not
+    written."""
+    arguments = {"run_uri": str(tmp_path / "run"), "exporters": [], "spec": {}}
+    theirs = tmp_path / "theirs"
+    theirs.write_text(json.dumps(arguments))
+    (tmp_path / "1.json").symlink_to(theirs)
+    (tmp_path / "2.part").symlink_to(tmp_path / "not there")
+    with pytest.raises(OSError, match="1.json"):
+        WarmMonitor(str(tmp_path / "1.json"))
+    with pytest.raises(FileExistsError):
+        WarmMonitor(str(tmp_path / "2.json")).take(arguments)
+    assert not (tmp_path / "not there").exists()

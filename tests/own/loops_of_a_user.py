@@ -11,7 +11,9 @@ import signal
 import sys
 import threading
 import time
+from collections import UserDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,6 +92,22 @@ class Stream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["at"] == state["as"].item()
         self.at = state["at"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One of a collate_fn that gives objects."""
+
+    x: torch.Tensor
+    tokens: int
+    rest: Any
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """As that of transformers."""
+
+    def to(self, device: torch.device) -> Encoding:
+        return Encoding({name: value.to(device) for name, value in self.items()})
 
 
 def data() -> Any:

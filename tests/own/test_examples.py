@@ -26,27 +26,30 @@ NAMES = {"resnet": "resnet", "finetune": "bert", "train_gpt": "gpt"}
 """Script -> its run."""
 
 
-def losses(path: Path, capsys: pytest.CaptureFixture[str]) -> list[float]:
-    """That a script prints."""
+def losses(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[float], str]:
+    """That a script prints, and its stderr."""
     capsys.readouterr()
     runpy.run_path(str(path), run_name="__main__")
-    return [float(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("loss")]
+    told = capsys.readouterr()
+    return [float(line.split()[1]) for line in told.out.splitlines() if line.startswith("loss")], told.err
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plain_script_and_its_session(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both learn in as many steps. The session's run is complete: once more, it trains nothing."""
+    """Both learn in as many steps. The session's run is complete: once more, it says so and trains nothing."""
     monkeypatch.setenv("RAYDIST_STORAGE", str(tmp_path))
-    plain = losses(ROOT / f"examples/own/{name}_plain.py", capsys)
-    session = losses(ROOT / f"examples/own/{name}.py", capsys)
+    plain, _ = losses(ROOT / f"examples/own/{name}_plain.py", capsys)
+    session, before = losses(ROOT / f"examples/own/{name}.py", capsys)
     assert len(session) == len(plain) > 10
     for made in (plain, session):
         assert sum(made[-4:]) < sum(made[:4])
     run = RunDir(tmp_path / NAMES[name])
     assert run.newest_step() == len(session)
-    assert losses(ROOT / f"examples/own/{name}.py", capsys) == []
+    again, after = losses(ROOT / f"examples/own/{name}.py", capsys)
+    told = f"run {run.name} is finished: {len(session)} steps, in {run.uri}\n"
+    assert (again, told in before, told in after) == ([], False, True)
 
 
 @pytest.mark.parametrize("name", NAMES)

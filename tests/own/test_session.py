@@ -25,6 +25,7 @@ from raydist.errors import GraphMismatch, NonFinite, SpecChanged, UsageError, Us
 from raydist.ipc import RENDEZVOUS_SECRET
 from raydist.own import launcher
 from raydist.own.launcher import translate
+from raydist.own.loader import to_device
 from raydist.own.state import from_json, to_json
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events, read_steps
@@ -138,6 +139,7 @@ def test_strategies_train_the_same_numbers(sessions: tuple[Path, list[dict[str, 
         assert paused[-1]["rate"] == whole[0]["rate"] == alone["rate"]
         run, model = raydist.open(f"{storage}/{strategy}"), user.Net()
         assert isinstance(run, raydist.Run)
+        assert run.steps()["samples"].to_pylist() == [8, 8, 8, 1, 8, 8]
         model.load_state_dict(run.weights())
         saved = [value.double().sum().item().hex() for value in model.state_dict().values()]
         assert saved == (whole[0]["weights"] or saved)
@@ -291,6 +293,17 @@ def test_what_a_session_takes_of_a_loader(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=f"dataset: this DataLoader {why}"):
             small(tmp_path, refused)
+
+
+def test_a_batch_of_any_kind_is_on_the_ranks_device() -> None:
+    """Its tensors, in containers, dataclasses and objects that have a `to`; the rest stays as it is, and so does what was given."""
+    x = torch.zeros(2)
+    given = user.Batch(x, 7, {"ids": [x, user.Encoding(mask=x)], "names": ("a", None)})
+    made = to_device(given, torch.device("meta"))
+    ids, encoding = made.rest["ids"]
+    assert {one.device.type for one in (made.x, ids, encoding["mask"])} == {"meta"}
+    assert (made.tokens, made.rest["names"], x.device.type) == (7, ("a", None), "cpu")
+    assert given.x is x
 
 
 def test_random_transforms_do_not_depend_on_the_division(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ def test_every_second_is_in_one_part(tmp_path: Path) -> None:
     assert told["parts"] == pytest.approx(story.PARTS)
     assert told["wall_seconds"] == pytest.approx(253.0) == sum(story.PARTS.values())
     assert told["goodput"] == pytest.approx(200 / 253)
-    # Steps of 100 tokens in 16 samples.
-    assert told["samples_per_second"] == pytest.approx(told["tokens_per_second"] * 16 / 100)
+    # Steps of 100 tokens, and of the last 50 two with 4 samples, the others with 16.
+    assert told["samples_per_second"] == pytest.approx(told["tokens_per_second"] * (48 * 16 + 2 * 4) / 5000)
 
 
 def divided(

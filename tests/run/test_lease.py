@@ -223,7 +223,7 @@ def test_on_an_object_store(s3: Any, monkeypatch: pytest.MonkeyPatch, conditiona
             mine.storage.files("")
             together.wait()
             try:
-                won.append(DriverLease(mine, settle_s=0.5))
+                won.append(DriverLease(mine, settle_s=2.0))
             except UsageError:
                 return
 
@@ -296,10 +296,17 @@ def test_a_lease_that_does_not_tell_is_watched(tmp_path: Path, content: bytes) -
         assert body(run, 2)["driver"]["pid"] == os.getpid()
     run.storage.delete("drivers/000002.json")
     put(run, 1, age=-86_400.0)
-    renewed = threading.Timer(0.3, put, [run, 1, -86_401.0])
-    renewed.start()
+    taken = threading.Event()
+
+    def renew() -> None:
+        while not taken.wait(0.1):
+            put(run, 1, age=-86_400.0)
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
     try:
         with pytest.raises(UsageError, match="process 77 on elsewhere"):
-            DriverLease(run, watch_s=20.0)
+            DriverLease(run, watch_s=240.0)
     finally:
-        renewed.join()
+        taken.set()
+        renewing.join()

@@ -297,7 +297,7 @@ def recorded(rank: Rank, dataset: str, root: str, attempt: int, resume: int, die
 
     faults = [Kill(rank=0, step=9).model_dump(mode="json")] if dies else []
     job = Job(spec, RunDir(root), dataset, attempt, faults=faults)
-    patience, reporter.FLUSH_S = reporter.FLUSH_S, 0.3
+    patience, reporter.FLUSH_S = reporter.FLUSH_S, 1.0 if dies else 240.0
     try:
         return train(job, rank, MonitorChannel(push, durable)).status
     finally:

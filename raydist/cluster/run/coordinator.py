@@ -1,7 +1,7 @@
 """Sends the agents of all ranks the orders to start and end an attempt, and returns to the driver how it ended.
 
 Runs in: one zero-CPU actor, owned by the driver and on its node. Called by Group (worker_group.py), by the agents (launch/agent.py)
-and by Ray Train's controller (ray_train_adapter.py). Never imports torch; imports ray in `start_coordinator` only.
+and by Ray Train's controller (ray_train_adapter.py). Imports neither torch nor ray.
 
     driver:     open(group) . begin(attempt, size) . result(attempt) . cancel ......... leave
     agents:     next ........ train, as rank r ..... ended(report) | late, look, seen | kill .. leave     beat, every `beat_s`
@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ BEAT_S, BEATS = 1.0, 250
 LOST_S = 8.0
 LOST_AFTER_A_FAILURE_S = 4.0
 """An agent is lost after this long without a beat; sooner when ranks have lost a connection already. Beats that are further apart
-add twice the difference, so that one may wait in a relay that is stopped (launch/relay.py)."""
+add twice the difference, as one may be left out (launch/agent.py), or wait in a relay that is stopped (launch/relay.py)."""
 _MANY = 32
 """Agents of which three quarters are not lost with one node."""
 
@@ -77,7 +78,8 @@ class Coordinator:
         self._agents: dict[int, _Agent] = {}
         self._order: dict[str, Any] = {"number": 0, "do": "wait"}
         self._attempt, self._monitor = 0, None
-        self._beat_s = BEAT_S
+        self._nodes: set[str] = set()
+        """With agents of the group, or of the attempt."""
         self._clear({})
         self._views: dict[int, dict[str, Any]] = {}
         self._late = False
@@ -86,7 +88,7 @@ class Coordinator:
 
     async def open(self, group: int, size: int) -> None:
         """`group`, of `size` agents, is now the present one; calls of others are ignored. Group numbers ascend."""
-        old, self._agents = self._agents, {}
+        old, self._agents, self._nodes = self._agents, {}, set()
         self._group, self._size = group, size
         self._clear({})
         for agent in old.values():
@@ -115,10 +117,10 @@ class Coordinator:
             self._report(0, {"lost": {**why, "rank": None, "at": time.time()}, "at": time.time(), "silent_s": 0.0})
             return
         self._clear(dict(zip(chosen, rank_variables([self._agents[n].offer for n in chosen]), strict=True)))
-        self._beat_s = BEAT_S * max(len({self._agents[n].offer["node"] for n in chosen}) / BEATS, 1.0)
+        self._nodes = {self._agents[n].offer["node"] for n in chosen}
         first = self._agents[chosen[0]].offer
         meet = {"MASTER_ADDR": first["host"], "MASTER_PORT": str(first["port"]), RENDEZVOUS_SECRET: new_secret()}
-        await self._command("train", attempt=attempt, job=json.dumps(job), env=meet, beat_s=self._beat_s)
+        await self._command("train", attempt=attempt, job=json.dumps(job), env=meet)
 
     async def result(self, attempt: int) -> dict[int, dict[str, Any]]:
         """Returns the reports when the attempt is over. The first failure ends it for all ranks, as soon as the cause is known.
@@ -218,11 +220,13 @@ class Coordinator:
         """
         return (await self._orders({0: (group, agent, seen, offer)}, wait=True))[0]
 
-    async def beat(self, group: int, agent: int) -> bool:
-        """A sign of life. Returns whether the agent still belongs to the group."""
-        if self._ours(group, agent) and agent in self._agents:
+    async def beat(self, group: int, agent: int) -> float:
+        """A sign of life. Returns the seconds until the next one; 0: the agent no longer belongs to the group."""
+        if not self._ours(group, agent):
+            return 0.0
+        if agent in self._agents:
             self._agents[agent].beat = time.monotonic()
-        return self._ours(group, agent)
+        return self._beat_s
 
     async def monitor(self, group: int, attempt: int) -> Any:
         """The actor handle of that attempt's monitor; None if another has begun. Not in the orders: it takes long to pickle."""
@@ -244,7 +248,8 @@ class Coordinator:
 
         Also `at`, Unix time, and `silent_s`, seconds since its last progress.
         """
-        if (group, attempt) == (self._group, self._attempt):
+        if (group, attempt) == (self._group, self._attempt) and rank in self._agent_of:
+            self._agents[self._agent_of[rank]].beat = time.monotonic()
             self._report(rank, by_this_clock(report, time.time()))
             self._notify()
 
@@ -276,6 +281,7 @@ class Coordinator:
             if group == self._group:
                 known = self._agents.setdefault(agent, _Agent(offer, 0.0))
                 known.offer, known.beat = offer, time.monotonic()
+                self._nodes.add(offer["node"])
         self._notify()
         orders: dict[int, dict[str, Any]] = {}
         while asked:
@@ -308,6 +314,10 @@ class Coordinator:
             return {**order, "env": {**order["env"], **self._ranks[agent]}}
         over = order["do"] == "kill" and int(self._ranks[agent]["RANK"]) in self._reports.ended
         return None if over else order
+
+    @property
+    def _beat_s(self) -> float:
+        return BEAT_S * max(math.ceil(len(self._nodes) / BEATS), 1)
 
     def _ours(self, group: int, agent: int) -> bool:
         return group == self._group and (agent not in self._agents or self._agents[agent].lost is None)
@@ -388,13 +398,3 @@ class Coordinator:
 
 def _plain(error: RankError) -> dict[str, Any]:
     return {"type_name": error.type_name, "message": error.message, "kind": error.kind}
-
-
-def start_coordinator() -> Any:
-    """Starts a coordinator as an actor: zero CPUs, on this process's node; it ends with this process. Returns its handle."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    node = ray.get_runtime_context().get_node_id()
-    here = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    return ray.remote(Coordinator).options(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here).remote()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from raydist.cluster.run.coordinator import start_coordinator
+from raydist.cluster.run.coordinator import Coordinator
 from raydist.cluster.run.fit import WorkerKind
 from raydist.cluster.run.worker_group import Group
 from raydist.cluster.session import Session
@@ -111,3 +111,13 @@ class WorkerGroupSlot:
         if self._idle is not None:
             self._idle.end()
             self._idle = None
+
+
+def start_coordinator() -> Any:
+    """Starts a coordinator as an actor: zero CPUs, on this process's node; it ends with this process. Returns its handle."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node = ray.get_runtime_context().get_node_id()
+    here = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    return ray.remote(Coordinator).options(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here).remote()

@@ -124,7 +124,7 @@ class SweepRun:
             search.begin(log, asker(sampler), self._keep, self._over)
             waiting = [trial for trial in waiting if trial not in self._done]
         self._left = len(waiting) + to_come
-        monitors = WarmMonitors(self._session.temp_dir / f"monitors-{self._session.job_id}", lambda: self._left > 0)
+        monitors = WarmMonitors(self._session.temp_dir, lambda: self._left > 0)
         pool = WorkerGroupPool(self._session, min(self._at_once, self._left), monitors, self._room)
         report_queue = start_report_queue()
         limits = self._spec.limits

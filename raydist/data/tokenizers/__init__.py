@@ -29,6 +29,8 @@ by `to_bytes`. Text that spells a special token ("<|endoftext|>") is encoded as 
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -42,6 +44,7 @@ from raydist.data.chat_template import Rendered
 from raydist.data.tokenizers import bytes as _bytes
 from raydist.data.tokenizers._library import END, Library, TokenArray
 from raydist.errors import DataError, ExtensionNotFound
+from raydist.parsing import JSON_BYTES, read_file
 from raydist.redact import redact
 from raydist.storage import Storage
 
@@ -142,7 +145,10 @@ def load(name: str) -> Tokenizer:
 def _bytes_of(name: str) -> bytes:
     """Of a tokenizer.json. Raises OSError."""
     if "://" not in name:
-        return Path(name).expanduser().read_bytes()
+        try:
+            return read_file(os.path.expanduser(name), JSON_BYTES)
+        except ValueError as error:
+            raise OSError(errno.EINVAL, str(error)) from None
     place = Storage(name)
     return place.above().read(PurePosixPath(place.root).name)
 

@@ -49,7 +49,9 @@ def curves(row: Mapping[str, Any]) -> dict[str, float]:
     """A step's point on each curve, by the curve's name. `row`: a StepRecord as a dict."""
     values = {f"train/{name}": row[name] for name in OF_STEPS if row.get(name) is not None}
     if row["seconds"] > 0:
-        values["train/tokens_per_second"] = row["tokens"] / row["seconds"]
+        for name in ("tokens", "samples"):
+            if row.get(name) is not None:
+                values[f"train/{name}_per_second"] = row[name] / row["seconds"]
     return values
 
 

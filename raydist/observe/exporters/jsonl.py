@@ -52,7 +52,9 @@ class Exporter(BaseExporter):
                 f"a file on {run.uri.partition('://')[0]}:// cannot grow line by line",
                 "give options: {path: FILE}, on this host",
             )
-        return {"path": str(Path(path).expanduser().absolute() if path else Path(run.storage.path(FILE)).absolute())}
+        return {
+            "path": str(Path(os.path.expanduser(path)).absolute() if path else Path(run.storage.path(FILE)).absolute())
+        }
 
     def attempt(self, number: int, resume_step: int, at: float) -> None:
         """Lines of steps after `resume_step` that were written before this line are void."""

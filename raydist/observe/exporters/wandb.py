@@ -104,7 +104,7 @@ class Exporter(BaseExporter):
                 f"wandb cannot keep its files on {run.uri.partition('://')[0]}://",
                 "give options: {dir: FOLDER}, on this host",
             )
-        folder = Path(asked.dir).expanduser() if asked.dir else Path(run.storage.path(""))
+        folder = Path(os.path.expanduser(asked.dir)) if asked.dir else Path(run.storage.path(""))
         mode = asked.mode or ("offline" if os.environ.get("WANDB_MODE") == "offline" else "online")
         url = asked.url or os.environ.get("WANDB_BASE_URL")
         chosen = {"project": asked.project or PROJECT, "mode": mode, "url": url, "dir": str(folder.absolute())}

@@ -1,4 +1,4 @@
-"""The curves of a run over its steps: loss, learning rate, gradient norm, throughput, gradient noise scale; and loads of experts.
+"""The curves of a run over its steps: loss, throughput, gradient norm, learning rate, gradient noise scale; and loads of experts.
 
 Runs anywhere. Pure.
 """
@@ -50,7 +50,7 @@ class View:
 
     def columns(self, steps: pa.Table) -> dict[str, Array]:
         """The columns that are drawn, of the steps in view."""
-        names = ("step", "loss", "lr", "grad_norm", "tokens", "seconds", "grad_noise_scale", "expert_imbalance",
+        names = ("step", "loss", "lr", "grad_norm", "tokens", "samples", "seconds", "grad_noise_scale", "expert_imbalance",
                  "exchanged_bytes")  # fmt: skip
         number = steps["step"].to_numpy()
         low = int(np.searchsorted(number, self.first))
@@ -87,11 +87,18 @@ def charts(report: Report, view: View | None = None) -> Markup | list[Markup]:
     def beside(column: str) -> list[Series]:
         return [Series(other, own["step"], _smoothed(own[column], view.smooth)) for other, own in others.items()]
 
+    def rate(amounts: str) -> list[Series]:
+        return [
+            *_rates(at, amounts, name, view),
+            *(_pace(own, amounts, other) for other, own in others.items() if np.isfinite(own[amounts]).any()),
+        ]
+
     drawn = [
         curve("Loss", [*_losses(at, name, view), *([evals] if held_out else []), *beside("loss")], "nats per token",
               view.log(at["loss"])),
-        curve("Throughput", [*_throughput(at, name, view), *(_pace(own, other) for other, own in others.items())],
-              "tokens/s, all ranks", view.scale == "log"),
+        curve("Throughput", rate("tokens"), "tokens/s, all ranks", view.scale == "log"),
+        *([curve("Throughput in samples", rate("samples"), "samples/s, all ranks", view.scale == "log")]
+          if np.isfinite(at["samples"]).any() else []),
         curve("Gradient norm", [*_norms(at, name, view), *beside("grad_norm")], "before clipping", view.log(at["grad_norm"])),
         curve("Learning rate", [Series(name, x, at["lr"]), *beside("lr")], log=view.scale == "log"),
     ]  # fmt: skip
@@ -144,16 +151,19 @@ def _losses(at: Mapping[str, Array], name: str, view: View) -> list[Series]:
     return [each, Series(mean, at["step"], _smoothed(at["loss"], view.smooth))]
 
 
-def _throughput(at: Mapping[str, Array], name: str, view: View) -> list[Series]:
-    x, each = at["step"], _divided(at["tokens"], at["seconds"])
+def _rates(at: Mapping[str, Array], amounts: str, name: str, view: View) -> list[Series]:
+    """Of the column `amounts`, a second."""
+    x, each = at["step"], _divided(at[amounts], at["seconds"])
     if len(x) <= POINTS and view.smooth == 1:
         return [Series(name, x, each)]
     mean = f"{name}, mean" if name else "mean"
-    return [Series("each step", x, each, "faint"), _pace(at, mean, view.smooth)]
+    return [Series("each step", x, each, "faint"), _pace(at, amounts, mean, view.smooth)]
 
 
-def _pace(at: Mapping[str, Array], name: str, smooth: int = 1) -> Series:
-    return Series(name, *_mean(at["step"], at["tokens"], at["seconds"], smooth))
+def _pace(at: Mapping[str, Array], amounts: str, name: str, smooth: int = 1) -> Series:
+    known = np.isfinite(at[amounts])  # records of earlier versions have no samples
+    x, made, spent = (at[column][known] for column in ("step", amounts, "seconds"))
+    return Series(name, *_mean(x, made, spent, smooth))
 
 
 def _norms(at: Mapping[str, Array], name: str, view: View) -> list[Series]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raydist.checkpoint import manifest
 from raydist.checkpoint.manifest import Manifest, TensorEntry, mesh_of
-from raydist.checkpoint.mirrors import answer, replica_of
+from raydist.checkpoint.mirrors import answer, mounted, replica_of
 from raydist.checkpoint.retention import Lease
 from raydist.errors import (
     CheckpointCorrupt,
@@ -182,7 +182,7 @@ def _listed(
         for where, uri in enumerate(replicas, start=1):
             if uri not in away:
                 try:
-                    answers[where] = answer(partial(lambda w: look(_place(run, replicas, w), lineage), where))
+                    answers[where] = answer(partial(lambda uri: look(mounted(run, uri), lineage), uri))
                 except (RaydistError, OSError) as error:
                     lost(uri, error)
         return answers

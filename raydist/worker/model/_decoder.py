@@ -308,7 +308,7 @@ def append(tokens_BT: Tensor, next_B1: Tensor, prompt: int, end: int | None) -> 
 
 def draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """Draws one token per row, (B, 1)."""
-    if temperature == 0:
+    if temperature < 1e-30:  # logits over less are more than fp32 has
         return logits_BV.argmax(dim=-1, keepdim=True)
     if top_k is not None and top_k < logits_BV.shape[-1]:
         kth_B1 = logits_BV.topk(top_k, dim=-1).values[:, -1:]

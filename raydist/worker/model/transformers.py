@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from raydist.checkpoint.huggingface import weight_files
 from raydist.errors import UserError
-from raydist.parsing import DAMAGED, parse_json
+from raydist.parsing import DAMAGED, JOB_BYTES, parse_json, read_file
 from raydist.spec import transformers_source
 from raydist.spec.huggingface import reading
 from raydist.spec.parts import Part, problem
@@ -96,12 +97,15 @@ def values(spec: ModelSpec) -> dict[str, Any] | None:
     field = "options.weights" if options.config is None else "options.config"
     if "://" in config:
         return None
-    path = Path(config).expanduser()
+    path = Path(os.path.expanduser(config))
     path = path / "config.json" if path.is_dir() else path
     try:
-        read = parse_json(path.read_bytes())
-    except OSError as error:
-        raise problem(field, config, f"{path} cannot be read: {error.strerror}", "check the path") from None
+        data = read_file(path, JOB_BYTES)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise problem(field, config, f"{path} cannot be read: {reason}", "check the path") from None
+    try:
+        read = parse_json(data)
     except ValueError as error:
         raise problem(field, config, f"{path} is not JSON: {error}", "download it again") from None
     if not isinstance(read, dict):

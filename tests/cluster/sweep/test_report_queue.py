@@ -37,7 +37,7 @@ def test_reports_in_order() -> None:
         await report_queue.post("a", 0, report(3, done=True))
         assert (await report_queue.take("a"))["n"] == 3
 
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(asyncio.wait_for(test(), 240))
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
@@ -57,4 +57,4 @@ def test_reports_that_overtake_each_other(order: tuple[int, ...]) -> None:
         assert (await report_queue.take("a"))["n"] == 8
         assert not report_queue._queues["a"]._early
 
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(asyncio.wait_for(test(), 240))

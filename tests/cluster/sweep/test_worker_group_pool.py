@@ -79,7 +79,7 @@ class Cluster:
         length = len(pool._waiting)
         asked = self.threads.submit(pool.get, cell(), given_up)
         with pool._changed:
-            assert asked.done() or pool._changed.wait_for(lambda: len(pool._waiting) > length or asked.done(), 10)
+            assert asked.done() or pool._changed.wait_for(lambda: len(pool._waiting) > length or asked.done(), 240)
         return asked
 
 

@@ -36,6 +36,7 @@ def test_curves(run: RunDir, rows: Rows) -> None:
     mailbox.close()
     assert curve(run, "train/loss") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert curve(run, "train/tokens_per_second") == [(s, pytest.approx(1000.0)) for s in (1, 2, 3)]
+    assert curve(run, "train/samples_per_second") == [(s, pytest.approx(80.0)) for s in (1, 2, 3)]
     assert curve(run, "eval/loss") == [(2, 0.25)]
     assert curve(run, "train/grad_noise_scale") == [(3, 41.5)]
     for tag in ("lr", "grad_norm", "seconds", "data_seconds"):

@@ -62,7 +62,8 @@ def test_the_page_is_whole_and_asks_for_nothing(browser: Chromium, written: Path
         "Where the time went", "Training", "Ranks", "Communication", "Incidents", "Attempts", "Spec",
     ]  # fmt: skip
     assert texts(browser, "figcaption") == [
-        "Loss nats per token", "Throughput tokens/s, all ranks", "Gradient norm before clipping", "Learning rate",
+        "Loss nats per token", "Throughput tokens/s, all ranks", "Throughput in samples samples/s, all ranks",
+        "Gradient norm before clipping", "Learning rate",
         "Gradient noise scale sequences",
         "Memory rank by time: resident memory of the rank's process",
         "Slowness rank by step: compute time relative to the median rank",
@@ -199,7 +200,7 @@ def test_charts_are_drawn_as_they_come_near(browser: Chromium, written: Path) ->
     browser.page("Input.dispatchKeyEvent", type="keyDown", key="+")
     browser.until(looks.DRAWN)
     shown = "[...raydist.charts.values()].filter((one) => one.zoom).map(({drawing}) => drawing.getOption().dataZoom[0].start > 20)"
-    assert browser.value(shown) == [True] * 5
+    assert browser.value(shown) == [True] * 6
     assert browser.complaints == []
 
 
@@ -209,11 +210,11 @@ def test_curves_are_zoomed_together(browser: Chromium, written: Path) -> None:
     browser.until(looks.DRAWN)
     drag(browser, place(browser, "Throughput", 50, 120), place(browser, "Throughput", 100, 120))
     found = zooms(browser)
-    curves = ["Loss", "Throughput", "Gradient norm", "Learning rate", "Gradient noise scale"]
+    curves = ["Loss", "Throughput", "Throughput in samples", "Gradient norm", "Learning rate", "Gradient noise scale"]
     assert [name for name, range in found.items() if range] == curves
     assert all(found[name] == found["Loss"] for name in curves)
     assert found["Loss"] == [pytest.approx(50, abs=1), pytest.approx(100, abs=1)]
-    assert texts(browser, ".tools button:not([hidden])").count("all") == 5
+    assert texts(browser, ".tools button:not([hidden])").count("all") == 6
     extent = "{}.drawing.getModel().getComponent('xAxis').axis.scale.getExtent()"
     assert browser.value(extent.format(LOSS)) == found["Loss"]
     browser.value(f"{LOSS}.plot.focus()")
@@ -253,7 +254,7 @@ def test_every_chart_says_what_it_is(browser: Chromium, written: Path) -> None:
         "[...document.querySelectorAll('.plot')].map((one) => [one.getAttribute('role'), one.ariaLabel, one.innerText])"
     )
     drawn = browser.value(asked)
-    assert len(drawn) == 10
+    assert len(drawn) == 11
     assert all(role == "img" and name.endswith(words) and words for role, name, words in drawn)
     assert "training: 199 values, from" in drawn[0][1]
     assert "highest 90" in drawn[0][1]
@@ -308,7 +309,7 @@ def test_a_run_that_was_not_watched(browser: Chromium, tmp_path: Path) -> None:
     said = texts(browser, ".missing")
     assert len(said) == 4
     assert all("observe.interval_s: 1.0" in line for line in said)
-    assert len(texts(browser, "figure.chart")) == 4
+    assert len(texts(browser, "figure.chart")) == 5
     assert browser.complaints == []
 
 

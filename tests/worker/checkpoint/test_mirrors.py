@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from raydist.redact import redact
 from raydist.run.directory import RunDir, begin_attempt, resume_attempt, start_anew
 from raydist.worker.checkpoint import restore
 from raydist.worker.distributed import Rank
+from tests.mounting import Disk
 
 
 class Kept:
@@ -106,6 +109,51 @@ def test_a_replica_that_is_away_costs_an_event(kit: Any, tmp_path: Path) -> None
     kept.save(2)
     kept.replicas.close(60)
     assert [replica_of(kept.run, uri).committed() for uri in uris] == [[1, 2], [1, 2]]
+
+
+NEW_PROCESS = """
+import sys, threading
+from raydist.checkpoint.mirrors import Mirrors
+from raydist.run.directory import RunDir
+said = lambda event: print(event.data["cause"])
+Mirrors(RunDir(sys.argv[1]), [sys.argv[2]], keep=10, attempt=2, verify_every=None, on_event=said).close(60)
+"""
+
+
+def test_an_unmounted_replica_is_not_written(kit: Any, tmp_path: Path) -> None:
+    """Nothing is below the mount point, whether it was unmounted under the process that copies or before that started; a restart
+    reports it. Once mounted, it gets the rest. Deleted, it is made again once the run's note of it is deleted."""
+    begun(tmp_path / "a")
+    disk = Disk(tmp_path)
+    uri = str(disk.home)
+    kept = Kept(kit, tmp_path / "a", [uri], verify_every=1)
+    kept.save(1)
+    kept.until(lambda: bool(kept.of("replica_saved")))
+    disk.unmount()
+    kept.save(2)
+    kept.replicas.close(60)
+    assert list(disk.home.iterdir()) == []
+    (note,) = kept.run.storage.files("mirrors")
+    cause = f"its run's folder is gone; is its file system mounted? If it was deleted, delete {kept.run.uri}/{note} too"
+    assert cause in kept.of("replica_failed")[0]["cause"]
+    assert kept.of("checkpoint_damaged") == []
+    begun(tmp_path / "a", 2, 2)
+    command = [sys.executable, "-c", NEW_PROCESS, kept.run.uri, uri]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert cause in found.stdout
+    events: list[Event] = []
+    assert restore.choose_from(kept.run, [uri], on_event=events.append)
+    assert [e.kind for e in events] == ["replica_failed"]
+    disk.mount()  # it asserts that nothing was written below
+    later = Kept(kit, tmp_path / "a", [uri], attempt=2)
+    later.replicas.close(60)
+    assert replica_of(kept.run, uri).committed() == [1, 2]
+    shutil.rmtree(replica_of(kept.run, uri).uri)
+    Path(kept.run.uri, note).unlink()
+    anew = Kept(kit, tmp_path / "a", [uri], attempt=2)
+    anew.replicas.close(60)
+    assert replica_of(kept.run, uri).committed() == [1, 2]
+    disk.unmount()
 
 
 def test_nobody_waits_for_one_that_hangs(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

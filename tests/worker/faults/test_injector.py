@@ -322,7 +322,7 @@ def test_no_descriptor_is_left_for_a_time(tmp_path: Path) -> None:
     """EMFILE, and a save that fails with it leaves nothing; then all is as before."""
     run = RunDir(tmp_path)
     open_before = len(os.listdir("/proc/self/fd"))
-    _, heartbeat = injector(run, NoDescriptors(rank=0, step=1, seconds=0.3))
+    _, heartbeat = injector(run, NoDescriptors(rank=0, step=1, seconds=1.0))
     heartbeat.step(1)
     heartbeat.enter("forward")
     assert refused(lambda: run.storage.write("a", b"1")) == os.strerror(errno.EMFILE)

@@ -33,6 +33,7 @@ def test_loads_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = made.before_commit(5)[UNSENT]["records"]
     assert {row["step"] for row in kept} == {1, 2, 3, 4, 5}
     assert all(row["expert_loads"] is None for row in kept)
+    monkeypatch.setattr(reporter, "FLUSH_S", 240.0)
     answers.set()
     made.close()
     assert [row["step"] for row in received] == [1, 2, 3, 4, 5]

@@ -157,7 +157,8 @@ def test_greedy_and_top_1_take_the_likeliest():
     """Temperature 0 and top_k 1 agree with argmax of the model's own logits."""
     model, x_BT = build(), tokens(time=6)
     expected = model(x_BT)[:, -1].argmax(dim=-1)
-    assert torch.equal(model.generate(x_BT, 1, temperature=0)[:, -1], expected)
+    for temperature in (0, 1e-320, 1e-45, 1e-29):
+        assert torch.equal(model.generate(x_BT, 1, temperature=temperature)[:, -1], expected)
     assert torch.equal(model.generate(x_BT, 1, temperature=1.0, top_k=1)[:, -1], expected)
 
 
