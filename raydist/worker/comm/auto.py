@@ -3,8 +3,9 @@
 Runs in: each train worker, every rank, before the run's own model is built. Torch, never ray.
 
     passes without any exchange, and with torch's all-reduce     nothing to gain: torch's
-      -> the same in small buckets                                the faster size is that of other topologies
-      -> a few passes of every way                                each with a model of its own, which is dropped
+      -> a few passes of each compressor, the fewest bytes first  each with a model of its own, which is dropped
+      -> torch's in small buckets                                 the faster size is that of other topologies
+      -> every topology                                           where passes take long, none that cannot come near the best
       -> the fastest and torch's once more                        the machine itself may be faster than before
       -> RUN/comm/world-00004-compress-0-topology.json            every restart reads it there, while the job asks for the same
 
@@ -29,9 +30,9 @@ from raydist.errors import UserError
 from raydist.extension_plans import compressor_plan
 from raydist.run.directory import COMM, RunDir
 from raydist.spec import CommSpec, JobSpec
-from raydist.spec.comm import AUTO, NONE, TORCH
+from raydist.spec.comm import AUTO, NONE, TORCH, sent_bytes
 from raydist.worker.comm import compressors, kept, topology
-from raydist.worker.comm.buckets.measure import passes
+from raydist.worker.comm.buckets.measure import LONG_S, passes
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel import Example
@@ -41,6 +42,8 @@ Build = Callable[[], nn.Module]
 WORTH = 0.02
 """A share of a step. Ways whose times differ by less count as equal: of these the one that changes least is taken, torch's first.
 It is also the most that the choice may lose (docs/adr/0018)."""
+FAR = 1.5
+"""Where passes take long, a way is not tried if what it sends takes this many times as long as a step of the best so far."""
 SMALL_MB = 1.0
 """Buckets that are tried beside torch's, where the job does not say a size: their sums overlap with backward."""
 
@@ -144,19 +147,47 @@ def tried(
     if share < WORTH:
         return Chosen(asdict(torchs), f"{torchs}: {because}, so nothing is to be gained", times)
     small = Way(bucket_mb=SMALL_MB) if size is None else torchs
-    if small != torchs:
-        times[str(small)] = timed(small)
-    ways = list(dict.fromkeys((torchs, small)))
-    more, links = _topologies(spec, rank, run, fastest(ways, times), small)
+    ways, left = [torchs], dict[str, float]()
+
+    def sent(way: Way) -> float:
+        """Bytes over those of torch's."""
+        return sent_bytes(way.of(spec)) / sent_bytes(torchs.of(spec))
+
+    def least(way: Way) -> float:
+        """Seconds of a step if links are as fast as with torch's and all overlaps. Two levels and rings use other links."""
+        exchange_s = first.synced_s - first.pass_s if way.topology in (TORCH, "direct") else 0.0
+        return (count - 1) * first.pass_s + max(first.pass_s, sent(way) * exchange_s)
+
+    def far(seconds: float) -> bool:
+        """Whether no trial is worth its time."""
+        return first.synced_s > LONG_S and seconds > FAR * min(times[str(way)] for way in ways)
+
+    def measure(more: list[Way]) -> None:
+        for way in more:
+            if far(least(way)):
+                left[str(way)] = least(way)
+            else:
+                times[str(way)] = timed(way)
+                ways.append(way)
+
+    compressed: list[Way] = []
     if spec.comm.compress == AUTO and before is None:
-        more += [replace(small, compress=name) for name in within(spec.comm, shapes)]
-    times |= {str(way): timed(way) for way in more}
-    ways += more
+        compressed = [replace(small, compress=name) for name in within(spec.comm, shapes)]
+    measure(sorted(compressed, key=sent))
+    measure([small] if small != torchs else [])
+    more, links = _topologies(spec, rank, run, fastest([w for w in (torchs, small) if w in ways], times), small)
+    measure(more)
+    ways = [way for way in dict.fromkeys((torchs, small, *more, *compressed)) if way in ways]
     if (best := fastest(ways, times)) != torchs:
         for way in (torchs, best):
-            times[str(way)] = min(times[str(way)], timed(way))
+            if not far(times[str(way)]):
+                times[str(way)] = min(times[str(way)], timed(way))
         best = fastest(ways, times)
     because += f"; of a step: {', '.join(f'{name} {seconds:.3g} s' for name, seconds in times.items())}{links}"
+    if left:
+        because += (
+            f"; not tried, as what they send takes longer: {', '.join(f'{n} {s:.3g} s' for n, s in left.items())}"
+        )
     if best == torchs:
         return Chosen(asdict(torchs), f"{torchs}: no way is faster by {WORTH:.0%}; {because}", times)
     gain = times[str(torchs)] / times[str(best)] - 1

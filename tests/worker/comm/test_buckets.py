@@ -20,7 +20,7 @@ from raydist.run.directory import RunDir, begin_attempt
 from raydist.spec import CommSpec, JobSpec
 from raydist.worker.attempt import Job, MonitorChannel
 from raydist.worker.comm import groups
-from raydist.worker.comm.buckets import choose
+from raydist.worker.comm.buckets import choose, measure
 from raydist.worker.comm.buckets.measure import Passes, all_reduce_line, passes
 from raydist.worker.comm.buckets.model import MIB, AlphaBeta, Arrival, buckets, exposed, fit, suggest
 from raydist.worker.distributed import Rank
@@ -183,6 +183,29 @@ def test_buckets_are_ddps(ranks: Any, bucket_mb: float | None) -> None:
     for ours, ddps in run(ranks, seen, 2, bucket_mb):
         assert ours == ddps
         assert len(ours) > 1
+
+
+def repeated(rank: Rank, long_s: float) -> int:
+    """The number of passes of a trial in which those are long that take so many seconds."""
+    count = 0
+
+    def counted(module: nn.Module, **more: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return example(module, **more)
+
+    before, measure.LONG_S = measure.LONG_S, long_s
+    try:
+        passes(wide(), rank, None, build, counted)
+    finally:
+        measure.LONG_S = before
+    return count
+
+
+def test_long_passes_are_measured_once(ranks: Any) -> None:
+    """With a sum, without one, and with the times of gradients; after one of the strategy's, and one to warm up."""
+    assert run(ranks, repeated, 2, 1e9) == [8, 8]
+    assert run(ranks, repeated, 2, 1e-9) == [5, 5]
 
 
 def opened(rank: Rank, ways: list[dict[str, Any]]) -> list[int]:

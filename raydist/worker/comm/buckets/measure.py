@@ -32,6 +32,8 @@ _LEAST = 4
 _BUDGET_S = 0.5
 _EACH_S = 0.04
 _PASSES = 3
+LONG_S = 5.0
+"""Passes are repeated within this time: of one that takes longer there is a single measurement, which noise hardly changes."""
 
 
 def slowest(rank: Rank, seconds: list[float]) -> list[float]:
@@ -122,16 +124,24 @@ def _passes(
 
     trained = [p for p in model.parameters() if p.requires_grad]
     one(last=True)  # caches and allocators warm up
-    alone = [slowest(rank, one(last=False)) for _ in range(2)]
+    alone = _repeated(2, lambda: slowest(rank, one(last=False)))
     handles = [p.register_post_accumulate_grad_hook(arrived) for p in trained]  # type: ignore[no-untyped-call]
     came = Marks(rank.device)
     alone.append(slowest(rank, one(last=False)))
     for handle in handles:
         handle.remove()
     arrivals = tuple(Arrival(n, at) for n, at in zip(sizes, accumulate(came.seconds()), strict=True))
-    synced = [sum(slowest(rank, one(last=True))) for _ in range(_PASSES)]
+    synced = _repeated(_PASSES, lambda: slowest(rank, one(last=True)))
     forward_s, backward_s = (statistics.median(times) for times in zip(*alone, strict=True))
-    return Passes(statistics.median(synced), forward_s + backward_s, backward_s, arrivals)
+    return Passes(statistics.median(map(sum, synced)), forward_s + backward_s, backward_s, arrivals)
+
+
+def _repeated(most: int, seconds: Callable[[], list[float]]) -> list[list[float]]:
+    """The times of as many calls as begin within `LONG_S`; at least one."""
+    made: list[list[float]] = []
+    while len(made) < most and sum(map(sum, made)) < LONG_S:
+        made.append(seconds())
+    return made
 
 
 def _begin(strategy: Strategy, parts: Parts, trained: Sequence[nn.Parameter], last: bool) -> None:
