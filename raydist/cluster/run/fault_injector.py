@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ray.exceptions import RayError
+
 from raydist import faults
 from raydist.cluster.leave import drain
 from raydist.cluster.run.monitor_client import MonitorClient
@@ -51,9 +53,19 @@ class DriverInjector:
                 asked = note["by"] == "driver" and name not in self._before
                 if asked and note["fault"] == "kill_driver":
                     os.kill(os.getpid(), signal.SIGKILL)
+                failed = ""
                 if asked:
-                    self._inject(note)
-                self._record(name, note)
+                    try:
+                        self._inject(note)
+                    except (
+                        RayError,
+                        TimeoutError,
+                    ) as error:  # the head may just be lost, which the driver finds out elsewhere
+                        failed = f"the fault {note['fault']} could not be injected: {error}"
+                if failed:
+                    self._monitor.note(failed)
+                else:
+                    self._record(name, note)
                 if asked:
                     self._run.storage.write(faults.done(name), json.dumps({"at": time.time()}).encode())
 
@@ -97,7 +109,6 @@ class DriverInjector:
         not.
         """
         import ray
-        from ray.exceptions import RayError
 
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline:
