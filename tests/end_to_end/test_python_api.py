@@ -67,9 +67,9 @@ def test_a_sweep(project: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         {"cluster.workers": workers, "train.steps": steps} for workers, steps in ((1, 6), ([1, 2], 6), (1, 100_000))
     ]
     array = {"type": "list", "parameters": cells, "concurrent": 1}
-    Path("swept.yaml").write_text(yaml.safe_dump({"base": "job.yaml", "equal": "steps", "array": array}))
+    Path("from-python-cells.yaml").write_text(yaml.safe_dump({"base": "job.yaml", "equal": "steps", "array": array}))
     numpys = {"train.virtual_ranks": np.int64(2), "optim.lr": np.float32(1e-2)}
-    made = raydist.sweep("swept.yaml", set={"model.name": "gpt", **numpys}, wait=False)
+    made = raydist.sweep("from-python-cells.yaml", set={"model.name": "gpt", **numpys}, wait=False)
     deadline = time.monotonic() + 240
     while len(runs := made.runs) < 3 or not len(runs[made.folder.cells()[2].id].steps()):
         assert time.monotonic() < deadline
