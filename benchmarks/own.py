@@ -135,7 +135,7 @@ def main(number: int, port: int, rounds: int, strategy: str, storage: str, keep:
             "seconds": {name: round(statistics.median(found), 5) for name, found in means.items()},
         }  # fmt: skip
     empty, codes = imported("pass"), {"raydist": "import raydist", "raydist.train": "import raydist; raydist.train"}
-    imports = {name: round(imported(code) - empty, 3) for name, code in codes.items()}
+    imports = {name: round(max(imported(code) - empty, 0.0), 3) for name, code in codes.items()}
     result = {"rounds": rounds - 1, "ranks": WORLD, "strategy": strategy, **figures, "import_s": imports}
     print(json.dumps(result, indent=1))
     if keep:
