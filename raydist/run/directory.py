@@ -52,12 +52,11 @@ from raydist.storage import GONE, Storage
 
 _SHOWN, _LOOKED, _SIMILAR = 10, 60, 0.6
 """Of a storage's runs in an error: how many are named, of how many folders; difflib's ratio of similar names."""
-SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER = (
-    "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger",
+SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER, REPORT = (
+    "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger", "report.html",
 )  # fmt: skip
 CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "drivers", "faults", "drift"
-BUCKETS, COMM, SAMPLES, REQUESTS, TRACES, REPORT = "buckets", "comm", "samples", "requests", "traces", "report.html"
-MIRRORS = "mirrors"
+BUCKETS, COMM, SAMPLES, REQUESTS, TRACES, MIRRORS = "buckets", "comm", "samples", "requests", "traces", "mirrors"
 DATA = ".data"
 """In the folder of the runs: corpora that raydist prepared automatically."""
 SWEEP_CELLS = "cells.jsonl"
