@@ -200,7 +200,7 @@ def test_slurm(job: Any, tmp_path: Path) -> None:
     assert "export SRUN_CPUS_PER_TASK=64\n" in script
     block = "others=" + script.partition("\nothers=")[2].partition("\nfi\n")[0] + "\nfi; wait"
     for count, said in ((1, ""), (2, "--nodes=1 --ntasks=1 ")):  # of 1-2 nodes; srun refuses --nodes=0
-        shell = f'srun() {{ echo "$@"; }}; SLURM_JOB_NUM_NODES={count} head=a address=b; {block}'
+        shell = f'srun() {{ echo "$@"; }}; SLURM_JOB_NUM_NODES={count} head=a address=b temp=c rays=; {block}'
         done = subprocess.run(["bash", "-euc", shell], text=True, capture_output=True, check=True)
         assert done.stdout.startswith(said)
         assert bool(done.stdout) == bool(said)
