@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
 _GCS_LIMIT = "retry_limit_seconds"
-_GCS_LIMIT_S = 60
-"""Google's client retries for 15 minutes by default, even without a network or for a bucket that does not exist."""
+_GCS_LIMIT_S = 10
+"""Google's client retries for 15 minutes by default, even without a network or for a bucket that does not exist. It waits twice as
+long each time, and once more before it looks at the limit: 20 s. A run on storage that fails for longer goes on, as with S3.
+"""
 _SHOWN = 300
 FORMS = "give a folder, or a URI such as s3://bucket/folder"
 _REMEDIES = {
