@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 from raydist import registry
 from raydist.errors import StorageError
 from raydist.ipc import heartbeat as heartbeat_ipc
+from raydist.ipc import mailbox
 from raydist.ipc.stack_dump import Witness, waits, where
 from raydist.launch.fork_server import ForkServer, Process, share_zygote
 from raydist.launch.oom_detector import MemoryWatch
@@ -218,7 +219,8 @@ class _Attempt:
             fds = [their_calls.fileno(), their_control.fileno(), stacks, heartbeat, output.fd]
             try:
                 self._agent.server = self._agent.server.living()
-                process = self._agent.server.fork(fds, self._env)
+                box = mailbox.file_of(RunDir(self._job["run"]).uri, self._agent.node_ip, self._rank)
+                process = self._agent.server.fork(fds, self._env, box)
             except BaseException:
                 output.abandon()
                 raise
