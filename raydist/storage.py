@@ -366,7 +366,9 @@ class Storage:
 
 def refused(verb: str, where: str | Path, error: OSError) -> StorageError:
     """The error for a file that cannot be written, deleted or read."""
-    return StorageError(f"cannot {verb} {where}: {os.strerror(error.errno) if error.errno else error}", "")
+    return StorageError(
+        f"cannot {verb} {where}: {os.strerror(error.errno) if error.errno else remote_filesystem.plain(error)}", ""
+    )
 
 
 def opener(path: str, flags: int) -> int:

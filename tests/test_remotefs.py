@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from raydist import remote_filesystem
 from raydist.data import sources
 from raydist.errors import DataError, StorageError
-from raydist.storage import Storage
+from raydist.storage import Storage, refused
 
 
 class Failing(MemoryFileSystem):  # type: ignore[misc]
@@ -79,3 +79,10 @@ def test_reasons_are_one_line() -> None:
     assert remote_filesystem.reason(OSError("a\n  b")) == "a b"
     assert len(remote_filesystem.reason(OSError("x" * 999))) == 303
     assert remote_filesystem.reason(ValueError()) == "ValueError"
+    told = (
+        "google::cloud::Status(UNAVAILABLE: Retry policy exhausted, with a last message of PerformWork() - CURL error "
+        "[6]=Could not resolve hostname error_info={reason=, domain=, metadata={gcloud-cpp.retry.function=ListObjects}})"
+    )
+    short = "UNAVAILABLE: PerformWork() - CURL error [6]=Could not resolve hostname"
+    assert remote_filesystem.reason(OSError(told)) == short
+    assert refused("list", "gs://b/x", OSError(told)).message == f"cannot list gs://b/x: {short}"
