@@ -3,6 +3,7 @@ refused before."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -241,7 +242,8 @@ def test_a_signal_of_slurm_may_come_at_any_time(
         try:
             code = shell.wait(60)
         finally:
-            os.killpg(shell.pid, signal.SIGKILL)  # Slurm ends what its steps left
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)  # Slurm ends what its steps left
     assert (code, Path("requeued").exists()) == expected, (tmp_path / "log").read_text()
 
 
