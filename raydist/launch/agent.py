@@ -33,6 +33,7 @@ from raydist.launch.rank_output import Output
 from raydist.launch.relay import Link
 from raydist.launch.rendezvous import hold_port, port_of
 from raydist.launch.zygote import VARIABLE, Zygote
+from raydist.redact import redact
 from raydist.run.directory import LOGS, RunDir
 from raydist.worker.metrics.startup_timing import waited
 
@@ -219,7 +220,7 @@ class _Attempt:
             fds = [their_calls.fileno(), their_control.fileno(), stacks, heartbeat, output.fd]
             try:
                 self._agent.server = self._agent.server.living()
-                box = mailbox.file_of(RunDir(self._job["run"]).uri, self._agent.node_ip, self._rank)
+                box = mailbox.file_of(redact(self._job["run"]), self._agent.node_ip, self._rank)
                 process = self._agent.server.fork(fds, self._env, box)
             except BaseException:
                 output.abandon()

@@ -209,8 +209,8 @@ class _Server:
                     return
                 request = json.loads(message)
                 if "env" in request:
-                    if request["mailbox"] is not None:
-                        self._mailboxes.add(Path(request["mailbox"]))
+                    if box := request.get("mailbox"):
+                        self._mailboxes.add(Path(box))
                     self._fork(fds, request["env"])
                 elif request["kill"] in self._pids.values():
                     os.kill(request["kill"], signal.SIGKILL)
