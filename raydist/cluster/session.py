@@ -23,6 +23,7 @@ from typing import Any
 from raydist.checkpoint.memory_layout import SHM
 from raydist.cluster import authentication, head_monitor, nodes, package, private_head, ray_output, ray_worker
 from raydist.cluster.head_monitor import speaks_grpc
+from raydist.cluster.termination import ends_on_sigterm
 from raydist.errors import ClusterUnreachable, UserError
 from raydist.launch.fork_server import start_zygote
 from raydist.private_files import temporary_folder
@@ -197,7 +198,8 @@ def _private(
         started = local_ray.running(temp, object_store_bytes=_OBJECT_STORE_BYTES, metrics_port=metrics_port)
         node = stack.enter_context(started)
         job = local_ray.job_without_folders()
-        context = ray.init(address=node.address, log_to_driver=False, configure_logging=False, job_config=job)
+        with ends_on_sigterm():
+            context = ray.init(address=node.address, log_to_driver=False, configure_logging=False, job_config=job)
         processes = local_ray.pids(node)
         stack.callback(_leave_private, processes)
         os.environ["RAY_ADDRESS"] = node.address
@@ -245,9 +247,10 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
                 package.select(working_dir, [default_storage()]).write(archive, package.HEAD_LIMIT)
                 runtime_env["working_dir"] = str(archive)
             try:
-                context = ray.init(
-                    address=address, log_to_driver=False, configure_logging=False, runtime_env=runtime_env
-                )
+                with ends_on_sigterm():
+                    context = ray.init(
+                        address=address, log_to_driver=False, configure_logging=False, runtime_env=runtime_env
+                    )
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 ray.shutdown()
                 raise _refused(address, " ".join(str(error).split())) from error

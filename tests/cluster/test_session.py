@@ -181,6 +181,7 @@ def test_a_private_ray_dies_with_its_driver(
     driver.watch()
     driver.process.send_signal(sent)
     driver.end()
+    assert driver.process.returncode == -sent
     driver.assert_nothing_left()
     _wait(lambda: not temp.exists())
     if sent == signal.SIGTERM:
