@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from raydist.errors import UserError
-from raydist.observe.exporters import BaseExporter, Facts, given
+from raydist.observe.exporters import BaseExporter, Facts
 from raydist.paths import local_path
 from raydist.run.directory import RunDir
 from raydist.run.log import plain
@@ -47,7 +47,7 @@ class Exporter(BaseExporter):
     @staticmethod
     def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
         """`path`, absolute. Raises UserError if the run is on an object store, where files cannot grow, and no path is given."""
-        path = given(Options, options).path
+        path = Options(**options).path
         if path is None and run.storage.local is None:
             raise UserError(
                 f"a file on {run.uri.partition('://')[0]}:// cannot grow line by line",

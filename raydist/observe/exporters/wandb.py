@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from raydist.errors import UserError
-from raydist.observe.exporters import BaseExporter, Facts, curves, given
+from raydist.observe.exporters import BaseExporter, Facts, curves
 from raydist.parsing import parse_json
 from raydist.paths import local_path
 from raydist.redact import redact
@@ -97,7 +97,7 @@ class Exporter(BaseExporter):
     @staticmethod
     def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
         """The options, complete. Raises UserError if wandb is missing, or has no place for its files."""
-        asked = given(Options, options)
+        asked = Options(**options)
         if find_spec("wandb") is None:
             raise UserError("wandb is not installed", 'pip install "raydist[wandb]"')
         if asked.dir is None and run.storage.local is None:
