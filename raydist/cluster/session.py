@@ -23,7 +23,7 @@ from typing import Any
 from raydist.checkpoint.memory_layout import SHM
 from raydist.cluster import authentication, head_monitor, nodes, package, private_head, ray_output, ray_worker
 from raydist.cluster.head_monitor import speaks_grpc
-from raydist.cluster.termination import ends_on_sigterm
+from raydist.cluster.termination import sigterm_kept
 from raydist.errors import ClusterUnreachable, UserError
 from raydist.launch.fork_server import start_zygote
 from raydist.private_files import temporary_folder
@@ -198,7 +198,7 @@ def _private(
         started = local_ray.running(temp, object_store_bytes=_OBJECT_STORE_BYTES, metrics_port=metrics_port)
         node = stack.enter_context(started)
         job = local_ray.job_without_folders()
-        with ends_on_sigterm():
+        with sigterm_kept():
             context = ray.init(address=node.address, log_to_driver=False, configure_logging=False, job_config=job)
         processes = local_ray.pids(node)
         stack.callback(_leave_private, processes)
@@ -247,7 +247,7 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
                 package.select(working_dir, [default_storage()]).write(archive, package.HEAD_LIMIT)
                 runtime_env["working_dir"] = str(archive)
             try:
-                with ends_on_sigterm():
+                with sigterm_kept():
                     context = ray.init(
                         address=address, log_to_driver=False, configure_logging=False, runtime_env=runtime_env
                     )

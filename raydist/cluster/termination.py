@@ -1,52 +1,43 @@
-"""SIGTERM ends this process at once while Ray connects, and afterwards as before.
+"""SIGTERM keeps its action while Ray connects, and afterwards.
 
 Runs in: the driver, around ray.init. Never imports ray or torch.
 
-Ray's client replaces the action of SIGTERM: it prints its stack, in which it may hang, and aborts after 3 s. It then waits for the
-raylet, where no signal handler of Python runs.
+Ray's client replaces that action by its own: it prints its stack, hangs in that, and aborts after 3 s. It then waits in C++ for the
+raylet, so nothing but another thread can set it right.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import signal
 import threading
 from collections.abc import Iterator
 
-_LOOK_S = 0.2
-_DEFAULT = 0  # SIG_DFL
+_AGAIN_S = 0.02
+_BYTES = 512
+"""More than a `struct sigaction` has anywhere."""
 
 
 @contextlib.contextmanager
-def ends_on_sigterm() -> Iterator[None]:
-    """In the main thread, if no handler of Python is set for SIGTERM: ends this process within the block, and after it again.
-
-    With a handler of Python, the handler is called after the block. Elsewhere it does nothing.
-    """
+def sigterm_kept() -> Iterator[None]:
+    """In the main thread: restores the present action of SIGTERM again and again within the block, and at its end."""
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
-    # Threads that Ray starts inherit this, so that none of them receives it. Processes are not started here.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    over = threading.Event()
-    if before == signal.SIG_DFL:
-        threading.Thread(target=_wait, args=(over,), name="raydist-sigterm", daemon=True).start()
+    libc, action, over = ctypes.CDLL(None), ctypes.create_string_buffer(_BYTES), threading.Event()
+    libc.sigaction(int(signal.SIGTERM), None, action)
+
+    def restore() -> None:
+        while not over.wait(_AGAIN_S):
+            libc.sigaction(int(signal.SIGTERM), action, None)
+
+    thread = threading.Thread(target=restore, name="raydist-sigterm", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
+        thread.join()
         signal.signal(signal.SIGTERM, before)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-
-
-def _wait(over: threading.Event) -> None:
-    while not over.is_set():
-        if signal.sigtimedwait([signal.SIGTERM], _LOOK_S) is None:
-            continue
-        if not over.is_set():
-            ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(_DEFAULT))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        os.kill(os.getpid(), signal.SIGTERM)  # else the main thread gets it
