@@ -57,18 +57,19 @@ const looks = (() => {
       axisLabel: {formatter: (v) => form(v / scale), alignMinLabel: "left", alignMaxLabel: "right", ...own},
     });
   };
-  // Vertical lines; a label only where there is room, first for the bad ones.
+  // Vertical lines; a label only where there is room, first for the bad ones: on the right of its line, or near the end on the left.
   const marks = (chart, look, wide, top) => {
     const to = chart.x.kind === "log" ? Math.log : Number, scale = chart.x.kind === "time" ? 1000 : 1;
     const [low, high] = chart.x.ends.map(to), taken = [];
     const data = [...chart.marks].sort((a, b) => b[2] - a[2] || a[0] - b[0]).map(([x, words, bad]) => {
-      const at = (to(x) - low) / (high - low) * wide, end = at + 7 * words.length + 8;
-      const shown = words && end < wide + 48 && !taken.some(([from, to]) => at < to && end > from);
-      if (shown) taken.push([at, end]);
+      const at = (to(x) - low) / (high - low) * wide, length = 7 * words.length + 8, left = at + length > wide + 20;
+      const begin = left ? at - length : at, end = begin + length;
+      const shown = words && begin >= 0 && !taken.some(([from, to]) => begin < to && end > from);
+      if (shown) taken.push([begin, end]);
       const colour = bad ? look.bad : look.quiet;
       return {
         xAxis: x * scale, lineStyle: {color: colour, type: [3, 3]},
-        label: {...text(look), show: Boolean(shown), formatter: () => words, position: top, align: "left", color: colour},
+        label: {...text(look), show: Boolean(shown), formatter: () => words, position: top, align: left ? "right" : "left", color: colour},
       };
     }).reverse();  // the bad ones are on top
     return {silent: true, symbol: "none", animation: false, data};
