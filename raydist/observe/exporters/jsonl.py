@@ -15,6 +15,7 @@ from pydantic import Field
 
 from raydist.errors import UserError
 from raydist.observe.exporters import BaseExporter, Facts
+from raydist.paths import local_path
 from raydist.run.directory import RunDir
 from raydist.run.log import plain
 from raydist.spec.parts import Part
@@ -52,9 +53,7 @@ class Exporter(BaseExporter):
                 f"a file on {run.uri.partition('://')[0]}:// cannot grow line by line",
                 "give options: {path: FILE}, on this host",
             )
-        return {
-            "path": str(Path(os.path.expanduser(path)).absolute() if path else Path(run.storage.path(FILE)).absolute())
-        }
+        return {"path": str(local_path(path).absolute() if path else Path(run.storage.path(FILE)).absolute())}
 
     def attempt(self, number: int, resume_step: int, at: float) -> None:
         """Lines of steps after `resume_step` that were written before this line are void."""

@@ -21,6 +21,7 @@ from pydantic import Field
 from raydist.errors import UserError
 from raydist.observe.exporters import BaseExporter, Facts, curves
 from raydist.parsing import parse_json
+from raydist.paths import local_path
 from raydist.redact import redact
 from raydist.run.directory import RunDir
 from raydist.spec.parts import Part
@@ -104,7 +105,7 @@ class Exporter(BaseExporter):
                 f"wandb cannot keep its files on {run.uri.partition('://')[0]}://",
                 "give options: {dir: FOLDER}, on this host",
             )
-        folder = Path(os.path.expanduser(asked.dir)) if asked.dir else Path(run.storage.path(""))
+        folder = local_path(asked.dir) if asked.dir else Path(run.storage.path(""))
         mode = asked.mode or ("offline" if os.environ.get("WANDB_MODE") == "offline" else "online")
         url = asked.url or os.environ.get("WANDB_BASE_URL")
         chosen = {"project": asked.project or PROJECT, "mode": mode, "url": url, "dir": str(folder.absolute())}
