@@ -273,6 +273,7 @@ def main() -> None:
         place.close()
         left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
         _, alive = psutil.wait_procs(left, timeout=GONE_S)
+        running = ", ".join(map(str, alive))
         events = read_events(chaos)
         absent = missing(chosen, events)
         happened = len(chosen) - len(absent) + (len(place.done) if isinstance(place, Net) else 0)
@@ -281,7 +282,7 @@ def main() -> None:
             f"every fault has happened{': not ' + ', '.join(absent) if absent else ''}": 0 < happened == count,
             "every step once, samples and losses as undisturbed": not unlike,
             "weights and optimizer as undisturbed": newest(chaos) == newest(calm),
-            "no process left, and no namespace": not alive,
+            f"no process left, and no namespace{': ' + running if running else ''}": not alive,
             "no port, and no file in /dev/shm or /tmp left": traces() <= before,
         }
         useful = sum(read_steps(chaos)["seconds"].to_pylist())

@@ -27,7 +27,7 @@ import torch
 from common import write
 from torch import nn
 
-from raydist.spec.models import OffloadSpec
+from raydist.spec.running import OffloadSpec
 from raydist.worker.optim.offload.adamw import OffloadedAdamW
 from raydist.worker.optim.offload.swapfile import SwapFile
 

@@ -12,7 +12,7 @@ from typing import Any
 from raydist.run.directory import RunDir
 from raydist.run.log import read_events
 from raydist.run.status import last_word
-from tests.hosts import Cluster, Host, Hosts
+from tests.hosts import Cluster, Host, Hosts, close_templates
 from tests.processes import command_line
 
 CUT_S = 12.0
@@ -95,6 +95,7 @@ class Net:
         self._thread.join()
         self.cluster.close()
         self.hosts.close()
+        close_templates()  # of the head's processes
 
     def _mend(self) -> None:
         cut: Host | None = None

@@ -27,7 +27,7 @@ from raydist.cluster.run.recovery import History, Split, decide, resize
 from raydist.cluster.run.root_cause import Failure, RankError, root_cause
 from raydist.diagnosis._hang import RankView, judge
 from raydist.run.directory import RunDir, begin_attempt, manifest_name, step_folder
-from raydist.spec.models import RecoverySpec
+from raydist.spec.running import RecoverySpec
 
 PER_NODE = 8
 CHUNKS = 10

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     import pyarrow.fs as pafs
 
 _GCS_LIMIT = "retry_limit_seconds"
-_GCS_LIMIT_S = 60
-"""Google's client retries for 15 minutes by default, even without a network or for a bucket that does not exist."""
+_GCS_LIMIT_S = 10
+"""Google's client retries for 15 minutes by default, even without a network or for a bucket that does not exist. It waits twice as
+long each time, and once more before it looks at the limit: 20 s. A run on storage that fails for longer goes on, as with S3.
+"""
+_GCS_STATUS, _GCS_RETRIED = "google::cloud::Status(", "Retry policy exhausted, with a last message of "
 _SHOWN = 300
 FORMS = "give a folder, or a URI such as s3://bucket/folder"
 _REMEDIES = {
@@ -68,9 +71,17 @@ def remedy(uri: str, otherwise: str) -> str:
     return _REMEDIES.get(uri.partition("://")[0], otherwise) if "://" in uri else otherwise
 
 
+def plain(error: BaseException) -> str:
+    """An error's text; of Google's client without the facts for programs, which repeat it."""
+    text = str(error)
+    if text.startswith(_GCS_STATUS):
+        text = text.removeprefix(_GCS_STATUS).partition(" error_info={")[0].replace(_GCS_RETRIED, "")
+    return text
+
+
 def reason(error: BaseException) -> str:
     """An error's text in one line, shortened if it is long: some clients add pages."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(plain(error).split()) or type(error).__name__
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 

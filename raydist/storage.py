@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from raydist import conditional_writes, remote_filesystem
 from raydist.errors import StorageError, UserError
+from raydist.paths import local_path
 from raydist.redact import redact
 from raydist.sinks import Sink, write_whole
 
@@ -78,8 +79,7 @@ class Storage:
             if "://" in text and not text.startswith("file://"):
                 (self.fs, self.root), self.full_uri = remote_filesystem.open_uri(text), text.rstrip("/")
             else:
-                # Not Path.expanduser, which raises RuntimeError for a user that does not exist.
-                self.local = Path(os.path.expanduser(text.removeprefix("file://"))).absolute()
+                self.local = local_path(text.removeprefix("file://")).absolute()
                 self.fs, self.root, self.full_uri = pafs.LocalFileSystem(), str(self.local), str(self.local)
         except (pa.ArrowInvalid, OSError) as error:
             hint = remote_filesystem.remedy(text, remote_filesystem.FORMS)
@@ -366,7 +366,9 @@ class Storage:
 
 def refused(verb: str, where: str | Path, error: OSError) -> StorageError:
     """The error for a file that cannot be written, deleted or read."""
-    return StorageError(f"cannot {verb} {where}: {os.strerror(error.errno) if error.errno else error}", "")
+    return StorageError(
+        f"cannot {verb} {where}: {os.strerror(error.errno) if error.errno else remote_filesystem.plain(error)}", ""
+    )
 
 
 def opener(path: str, flags: int) -> int:

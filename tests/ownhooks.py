@@ -81,6 +81,20 @@ class ChangesAndRaises(Changes):
         raise ValueError("a bug")
 
 
+class LeavesGradient(Changes):
+    """To which the next backward pass would add."""
+
+    def on_eval(self, step: int, loss: float) -> None:
+        next(self._model.parameters()).sum().backward()
+
+
+class Freezes(Changes):
+    """The optimizer would not train it any more."""
+
+    def on_eval(self, step: int, loss: float) -> None:
+        next(self._model.parameters()).requires_grad_(False)
+
+
 class Evaluates(Changes):
     """Forgets to set the model back, which would train without dropout."""
 

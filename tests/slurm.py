@@ -58,6 +58,8 @@ class Job:
         self.asked = directives(script.read_text())
         self.log = folder / str(self.asked["output"]).replace("%j", str(JOB_ID))
         self.runs, self.code = 0, None
+        self.left: list[str] = []
+        """Files of Ray that were still there when a run of the script ended."""
         commands = folder / "bin"
         commands.mkdir()
         for name in ("srun", "scontrol"):
@@ -109,11 +111,16 @@ class Job:
             else:
                 self._steps[request] = self._step(request, asked)
         for request, processes in list(self._steps.items()):
+            if (term := request.with_suffix(".term")).exists():  # srun passes it on
+                term.unlink()
+                for process in processes:
+                    process.terminate()
             codes = [process.poll() for process in processes]
             if None not in codes:
                 self._answer(request, max(code or 0 for code in codes))
                 del self._steps[request]
         if self.code is None and (code := self._batch.poll()) is not None:
+            self.left += self.folders()
             for host in self._hosts:
                 host.kill()
             if self._requeued:
@@ -122,6 +129,11 @@ class Job:
                 self._start()
             else:
                 self.code = code
+
+    def folders(self) -> list[str]:
+        """Ray's folders on the hosts, each with its mode."""
+        listed = f"stat -c '%a %n' {self._env['SLURM_TMPDIR']}/ray-*"
+        return [line for host in self._hosts for line in host.run(["sh", "-c", listed]).stdout.splitlines()]
 
     def _step(self, request: Path, asked: dict[str, Any]) -> list[Process]:
         options, words = {}, list(asked["words"])
@@ -134,8 +146,10 @@ class Job:
             chosen = [host for host in chosen if host.name == options["nodelist"]]
         chosen = [host for host in chosen if host.name != options.get("exclude")]
         assert len(chosen) == int(options["nodes"]) == int(options["ntasks"]), options
-        if words[:2] == ["ray", "start"]:
-            words[:2] = forked_ray()
+        if "ray" in words:
+            at = words.index("ray")
+            assert words[at + 1] == "start", words
+            words[at : at + 2] = forked_ray()
         with request.with_suffix(".out").open("w") as out, self.log.open("a") as log:
             return [host.popen(words, env=asked["env"], cwd=asked["cwd"], stdout=out, stderr=log) for host in chosen]
 
@@ -154,6 +168,7 @@ def main(folder: Path, command: str, words: list[str]) -> int:
     request = folder / f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.request"
     part = request.with_suffix(".new")
     part.write_text(json.dumps({"command": command, "words": words, "env": dict(os.environ), "cwd": os.getcwd()}))
+    signal.signal(signal.SIGTERM, lambda *_: request.with_suffix(".term").touch())
     part.rename(request)
     while not (code := request.with_suffix(".code")).exists():
         time.sleep(0.05)  # the test process writes it

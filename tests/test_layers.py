@@ -38,6 +38,7 @@ LAYERS = [
         "printable",
         "private_files",
         "parsing",
+        "paths",
         "pysource",
         "cgroups",
         "__init__",
@@ -180,3 +181,8 @@ def test_every_public_name_has_a_docstring(path: Path) -> None:
 
     visit(tree(path), False)
     assert not missing, f"{dotted(path)}: no docstring: {', '.join(missing)}"
+
+
+def test_paths_of_users_are_expanded_in_one_place() -> None:
+    """By raydist.paths.local_path: Path.expanduser raises RuntimeError for a user that does not exist, as in ~nobody/x."""
+    assert [dotted(path) for path in MODULES if "expanduser" in path.read_text()] == ["raydist.paths"]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from raydist.checkpoint import memory_layout
@@ -14,7 +19,7 @@ from raydist.cluster import session
 from raydist.ipc import mailbox
 from raydist.observe import write_ahead_log
 from raydist.observe.write_ahead_log import WriteAheadLog
-from raydist.private_files import is_private_folder, make_private_folder, open_private
+from raydist.private_files import is_private_folder, make_private_folder, open_private, temporary_folder
 from raydist.run.driver_process import this_process
 
 NOBODY = 65534
@@ -112,3 +117,53 @@ def test_what_another_user_has_planted_stops_nothing(tmp_path: Path, monkeypatch
         mailbox.Mailbox(run, "x", 0)
     with pytest.raises(PermissionError):
         memory_layout.Use(str(tmp_path / f"raydist-{uid}-0123456789abcdef"))
+
+
+def _in_use(base: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process that has a temporary folder with a file, until its stdin is closed."""
+    code = "from raydist.private_files import *; import sys\nwith temporary_folder(Path(sys.argv[1])) as folder:\n"
+    code += " (folder / 'file').touch(); print(folder, flush=True); sys.stdin.read()"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", code, str(base)], stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_a_temporary_folder_outlives_no_process(tmp_path: Path) -> None:
+    """It is deleted when its process ends or is killed; if whoever deletes it was killed as well, by the next process that makes
+    one. Those in use stay."""
+    (ends, first), (killed, second), (both, third), (lives, fourth) = (_in_use(tmp_path) for _ in range(4))
+    try:
+        assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in (first, second, third, fourth))
+        ends.communicate()
+        assert not first.exists()
+        (cleaner,) = psutil.Process(both.pid).children()
+        cleaner.kill()
+        for process in (both, killed):
+            process.kill()
+        deadline = time.monotonic() + 240
+        while second.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        both.wait()
+        assert third.exists()
+        with temporary_folder(tmp_path):
+            assert not third.exists()
+            assert (fourth / "file").exists()
+    finally:
+        for process in (killed, both, lives):
+            process.kill()
+            process.communicate()
+
+
+def test_every_temporary_folder_is_one_of_these() -> None:
+    """In the modules of raydist. Else a killed process leaves one behind."""
+    others = {
+        "private_files.py": "here",
+        "worker/checkpoint/export.py": "beside the folder that is exported",
+        "observe/warm_monitors.py": "in Ray's folder",
+        "cluster/data_prepare.py": "logs that an error message names",
+    }
+    root = Path(session.__file__).parents[1]
+    makes = re.compile(r"\b(mkdtemp|TemporaryDirectory)\(")
+    assert {str(p.relative_to(root)) for p in root.rglob("*.py") if makes.search(p.read_text())} == set(others)

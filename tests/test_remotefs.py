@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from raydist import remote_filesystem
 from raydist.data import sources
 from raydist.errors import DataError, StorageError
-from raydist.storage import Storage
+from raydist.storage import Storage, refused
 
 
 class Failing(MemoryFileSystem):  # type: ignore[misc]
@@ -61,7 +61,7 @@ def test_errors_of_a_filesystem_in_python() -> None:
 
 
 def test_google_s_client_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a minute, unless the URI sets another time; other filesystems are opened unchanged."""
+    """After seconds, unless the URI sets another time; other filesystems are opened unchanged."""
     opened: list[str] = []
     monkeypatch.setattr(
         remote_filesystem, "_from_uri", lambda uri: opened.append(uri) or (pafs.LocalFileSystem(), "/x"), raising=True
@@ -69,7 +69,7 @@ def test_google_s_client_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for uri in ("gs://b/x", "gs://b/x?scheme=http", "gs://b/x?retry_limit_seconds=5", "s3://b/x"):
         remote_filesystem.open_uri(uri)
     assert opened == [
-        "gs://b/x?retry_limit_seconds=60", "gs://b/x?scheme=http&retry_limit_seconds=60", "gs://b/x?retry_limit_seconds=5",
+        "gs://b/x?retry_limit_seconds=10", "gs://b/x?scheme=http&retry_limit_seconds=10", "gs://b/x?retry_limit_seconds=5",
         "s3://b/x",
     ]  # fmt: skip
 
@@ -79,3 +79,10 @@ def test_reasons_are_one_line() -> None:
     assert remote_filesystem.reason(OSError("a\n  b")) == "a b"
     assert len(remote_filesystem.reason(OSError("x" * 999))) == 303
     assert remote_filesystem.reason(ValueError()) == "ValueError"
+    told = (
+        "google::cloud::Status(UNAVAILABLE: Retry policy exhausted, with a last message of PerformWork() - CURL error "
+        "[6]=Could not resolve hostname error_info={reason=, domain=, metadata={gcloud-cpp.retry.function=ListObjects}})"
+    )
+    short = "UNAVAILABLE: PerformWork() - CURL error [6]=Could not resolve hostname"
+    assert remote_filesystem.reason(OSError(told)) == short
+    assert refused("list", "gs://b/x", OSError(told)).message == f"cannot list gs://b/x: {short}"

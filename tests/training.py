@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +304,14 @@ def run(ranks: Any, function: Any, world: int, *args: Any) -> list[Any]:
     for error in sorted(raised, key=lambda error: "by peer" in str(error)):
         raise error
     return results
+
+
+def without_kernels() -> AbstractContextManager[None]:
+    """torch.compile traces and divides graphs as always, and runs them with torch's own kernels, because each rank takes up to a
+    second to compile one. With compiled ones: blocks and whole models in test_strategies.py, on meshes in test_virtual_ranks.py and
+    test_pipeline.py (tests/contracts), experts in tests/worker/model/test_moe.py."""
+    stance: AbstractContextManager[None] = torch.compiler.set_stance(force_backend="aot_eager_decomp_partition")
+    return stance
 
 
 def slow_link_found(run: Path) -> None:

@@ -68,9 +68,9 @@ other = [p for p in model.parameters() if p.dim() < 2]
 optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}], lr=PEAK)
 
 with rd.session(model, optimizer, windows, steps=STEPS, batch=BATCH, clip=1.0, name="gpt") as s:
-    for batch in s:
+    for step, batch in enumerate(s, s.number):
         for group in optimizer.param_groups:
-            group["lr"] = get_lr(s.number - 1)
+            group["lr"] = get_lr(step)
         loss = model(batch[:, :-1], batch[:, 1:])
         s.backward(loss, weight=len(batch))
         s.step()

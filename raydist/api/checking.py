@@ -5,15 +5,14 @@ Runs in: the process of the command, or one of its own. Imports ray inside funct
 
 from __future__ import annotations
 
-import tempfile
 import uuid
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist.api.call import check_numbers, separate
 from raydist.api.training import check_model
 from raydist.errors import DataError, StorageError, UsageError
+from raydist.private_files import temporary_folder
 from raydist.run.directory import default_storage
 from raydist.storage import Storage
 
@@ -51,8 +50,8 @@ def check(
             check_model(job, source_of(spec))
     home = _writable(Storage(storage or default_storage()))
     with (
-        tempfile.TemporaryDirectory(prefix="raydist-logs-") as logs,
-        open_session(where(address), env=worker_env(job), log_dir=Path(logs)) as session,
+        temporary_folder() as logs,
+        open_session(where(address), env=worker_env(job), log_dir=logs) as session,
     ):
         result = measured.run(job, session, home.full_uri, slow)
         if exclude_slow and result["slow"]:

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 
 from raydist import __version__
+from raydist.paths import cache_folder
 from raydist.printable import printable
 from raydist.private_files import make_private_folder
 from raydist.redact import redact
@@ -39,7 +40,7 @@ def _written(error: BaseException) -> Path:
         f"{time.strftime('%Y-%m-%d %H:%M:%S')} raydist {__version__}, Python {sys.version.split()[0]}: {sys.argv[1:]}\n"
     )
     text = printable(redact(head + "".join(traceback.format_exception(error))))
-    folder = Path(os.path.expanduser(os.environ.get("RAYDIST_CACHE") or "~/.cache/raydist")) / "errors"
+    folder = cache_folder() / "errors"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         make_private_folder(folder)

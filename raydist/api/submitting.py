@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from raydist.api.call import check_numbers, separate
 from raydist.errors import SIGNALLED, ClusterUnreachable, DataError, UsageError, UserError, WorkerFailed
+from raydist.private_files import temporary_folder
 from raydist.redact import redact
 from raydist.run.directory import check_name, default_storage
 
@@ -270,8 +270,8 @@ def _submit(
     url = jobs.url_of(address)
     jobs.connect(url)  # a wrong address or token is reported before a large folder is packed
     chosen = package.select(root, storages, [str(path) for path in needed])
-    with tempfile.TemporaryDirectory(prefix="raydist-package-") as folder:
-        archive = Path(folder) / "package.zip"
+    with temporary_folder() as folder:
+        archive = folder / "package.zip"
         size = chosen.write(archive, package.JOBS_LIMIT)
         print(chosen.describe(size), file=sys.stderr)
         return _drive(url, words, archive, once=once, last=last, wait=wait, retries=retries)

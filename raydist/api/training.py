@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from raydist import registry
 from raydist.api.call import Call
 from raydist.errors import RunNotFound, UsageError, UserError
 from raydist.planner.vocabulary import vocabulary
+from raydist.private_files import temporary_folder
 from raydist.report.starting import Starting
 from raydist.run.directory import LOGS, SPEC, RunDir, check_name, default_storage, start_anew
 from raydist.storage import Storage
@@ -243,10 +243,11 @@ def run_logs(run: RunDir) -> Iterator[Path]:
     if run.storage.local is not None:
         yield run.storage.appendable(f"{LOGS}/driver.log").parent
         return
-    with tempfile.TemporaryDirectory(prefix="raydist-logs-") as folder:
+    with temporary_folder() as folder:
+        logs = folder / LOGS
         try:
-            yield Path(folder)
+            yield logs
         finally:
-            for path in sorted(Path(folder).rglob("*")):
+            for path in sorted(logs.rglob("*")):
                 if path.is_file():
-                    run.storage.write(f"{LOGS}/{path.relative_to(folder)}", path.read_bytes())
+                    run.storage.write(f"{LOGS}/{path.relative_to(logs)}", path.read_bytes())

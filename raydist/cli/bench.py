@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from raydist.planner.vocabulary import vocabulary
+from raydist.private_files import temporary_folder
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
@@ -111,8 +111,8 @@ def comm(
     from raydist.cluster.place import session_of, where
 
     with (
-        tempfile.TemporaryDirectory(prefix="raydist-logs-") as logs,
-        session_of(job, where(address), Path(logs), own_code=bool(job.own_code())) as session,
+        temporary_folder() as logs,
+        session_of(job, where(address), logs, own_code=bool(job.own_code())) as session,
     ):
         from raydist.cluster import bench
 

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from raydist.errors import ClusterUnreachable, UserError
+from raydist.paths import local_path
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _FILE = ".ray/auth_token"
@@ -42,7 +43,7 @@ def check_token() -> None:
         raise UserError(
             f"{MODE} is token, but there is no token", f"{_GIVE}; unset {MODE} for a cluster that requires none"
         )
-    path = Path(os.environ.get(TOKEN_PATH) or Path(os.path.expanduser("~")) / _FILE)
+    path = Path(os.environ.get(TOKEN_PATH) or local_path("~") / _FILE)
     try:
         empty = not path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -128,4 +129,4 @@ def _source() -> str:
         return TOKEN
     if path := os.environ.get(TOKEN_PATH):
         return f"{path} ({TOKEN_PATH})"
-    return f"~/{_FILE}" if (Path(os.path.expanduser("~")) / _FILE).is_file() else ""
+    return f"~/{_FILE}" if (local_path("~") / _FILE).is_file() else ""

@@ -19,6 +19,7 @@ from raydist.cluster.session import open_session
 from raydist.data.shards import Made
 from raydist.data.sources import Block
 from raydist.errors import RaydistError, StorageError, error_from
+from raydist.private_files import temporary_folder
 
 _ENV = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """A task has one CPU, so its libraries must not start one thread per core."""
@@ -58,19 +59,19 @@ class RayMap:
         return _map(make, blocks)
 
     def _start(self) -> None:
-        logs = Path(tempfile.mkdtemp(prefix="raydist-logs-"))
+        logs = self._stack.enter_context(temporary_folder()) / "logs"
         self._stack.push(_keep_if_failed(logs))
         self._stack.enter_context(open_session(self.address or "local", env=_ENV, log_dir=logs))
 
 
 def _keep_if_failed(logs: Path) -> Callable[..., None]:
-    """Deletes Ray's logs, except after an error of Ray: then they may contain the reason, and a note on the error names them."""
+    """After an error of Ray, keeps a copy of its logs: they may contain the reason, and a note on the error names the copy."""
 
     def end(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is None or not isinstance(error, Exception) or isinstance(error, RaydistError):
-            shutil.rmtree(logs, ignore_errors=True)
-        else:
-            error.add_note(f"Ray's logs: {logs}")
+        if isinstance(error, Exception) and not isinstance(error, RaydistError):
+            error.add_note(
+                f"Ray's logs: {shutil.copytree(logs, tempfile.mkdtemp(prefix='ray-logs-'), dirs_exist_ok=True)}"
+            )
 
     return end
 

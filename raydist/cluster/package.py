@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raydist.errors import UserError
+from raydist.paths import local_path
 from raydist.run.directory import ATTEMPTS, EVENTS, SPEC, STATE
 from raydist.run.sweep_directory import CELLS, SWEEP
 
@@ -211,7 +212,7 @@ def made_by_raydist(folder: Path) -> str:
 
 
 def _local(storage: str) -> Path | None:
-    return None if "://" in storage else Path(os.path.expanduser(storage)).resolve()
+    return None if "://" in storage else local_path(storage).resolve()
 
 
 def _listed(root: Path) -> frozenset[str] | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist.errors import PreflightError
+from raydist.private_files import temporary_folder
 
 if TYPE_CHECKING:
     from raydist.cluster.session import Session
@@ -77,12 +78,10 @@ def look(address: str) -> Ground:
     if address == "local":
         here = {"CPU": float(_cpus()), **({"GPU": float(gpus)} if (gpus := _gpus()) else {})}
         return Ground("this machine", ({"Resources": here, "NodeManagerAddress": ""},), here)
-    from tempfile import TemporaryDirectory
-
     from raydist.cluster import preflight
     from raydist.cluster.session import open_session
 
-    with TemporaryDirectory() as logs, open_session(address, env={}, log_dir=Path(logs)) as session:
+    with temporary_folder() as logs, open_session(address, env={}, log_dir=logs) as session:
         return Ground(f"the cluster at {session.address}", tuple(preflight.answering(session)), session.resources)
 
 

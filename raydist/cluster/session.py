@@ -6,7 +6,6 @@ Runs in: the driver. Imports ray only when a session is opened; never torch.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import logging
 import os
@@ -26,11 +25,10 @@ from raydist.cluster import authentication, head_monitor, nodes, package, privat
 from raydist.cluster.head_monitor import speaks_grpc
 from raydist.errors import ClusterUnreachable, UserError
 from raydist.launch.fork_server import start_zygote
-from raydist.private_files import is_private_folder, open_private
+from raydist.private_files import temporary_folder
 from raydist.run.directory import default_storage
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
-_TEMP_PREFIX = "raydist-"
 _AGAIN_S = 1.0
 """Between two tries to reach a cluster that is starting."""
 _RAYS = "r"
@@ -241,9 +239,9 @@ def _attached(address: str, env: Mapping[str, str], working_dir: Path | None) ->
 
         stack.enter_context(_environment(authentication.check_head(address)))
         authentication.reread()
-        with tempfile.TemporaryDirectory(prefix="raydist-package-") as folder:
+        with temporary_folder() as folder:
             if working_dir is not None and not in_job:
-                archive = Path(folder) / "package.zip"
+                archive = folder / "package.zip"
                 package.select(working_dir, [default_storage()]).write(archive, package.HEAD_LIMIT)
                 runtime_env["working_dir"] = str(archive)
             try:
@@ -334,33 +332,14 @@ def _refused(address: str, why: str) -> UserError:
 
 @contextlib.contextmanager
 def _temp_dir() -> Iterator[Path]:
-    """A new directory, mode 0700, locked while in use. Its path is short: those of the sockets in it may have at most 107 bytes.
+    """A new directory, mode 0700. Its path is short: those of the sockets in it may have at most 107 bytes.
 
     Ray makes its own temporary folder writable for all users, and its sockets ask for no token: it gets a folder in this one.
-    Also deletes the directories of sessions that were killed: their lock is free.
     """
     base = Path(tempfile.gettempdir())
-    base = base if len(str(base)) <= _LONGEST_BASE else Path("/tmp")
-    for stale in base.glob(f"{_TEMP_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if is_private_folder(stale):
-                _remove_unused(stale)
-    temp = Path(tempfile.mkdtemp(prefix=_TEMP_PREFIX, dir=base))
-    with (temp / "lock.new").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (temp / "lock.new").rename(temp / "lock")  # others see the lock file only once it is locked
+    with temporary_folder(base if len(str(base)) <= _LONGEST_BASE else Path("/tmp")) as temp:
         (temp / _RAYS).mkdir()
-        try:
-            yield temp
-        finally:
-            shutil.rmtree(temp, ignore_errors=True)
-
-
-def _remove_unused(temp: Path) -> None:
-    """Deletes the directory if its lock is free. Raises OSError if it has none, or it is in use."""
-    with os.fdopen(open_private(temp / "lock", os.O_WRONLY), "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(temp, ignore_errors=True)
+        yield temp
 
 
 def _keep_logs(temp: Path, kept: Path) -> None:

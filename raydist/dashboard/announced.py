@@ -11,10 +11,10 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from urllib.parse import quote
 
 from raydist.parsing import LINE_BYTES, parse_json
+from raydist.paths import cache_folder
 from raydist.private_files import make_private_folder, open_private
 from raydist.run.directory import RunDir
 from raydist.run.driver_process import gone, this_process
@@ -24,7 +24,7 @@ from raydist.storage import Storage
 @contextmanager
 def announced(homes: Sequence[Storage], address: str) -> Iterator[None]:
     """Meanwhile `link` finds this process's dashboard over these storages. Without a cache folder it is not found, and works."""
-    path = _folder() / f"{os.getpid()}.json"
+    path = cache_folder() / "dashboards" / f"{os.getpid()}.json"
     entry = {"address": address, "storages": [home.uri for home in homes], "process": this_process()}
     try:
         path.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def announced(homes: Sequence[Storage], address: str) -> Iterator[None]:
 def link(run: RunDir) -> str | None:
     """The address of that run's page, for a browser that has opened the dashboard; None if no dashboard shows its storage."""
     home = run.home.uri
-    for path in sorted(_folder().glob("*.json")):
+    for path in sorted((cache_folder() / "dashboards").glob("*.json")):
         try:
             with open(open_private(path), "rb") as file:
                 entry = parse_json(file.read(LINE_BYTES), LINE_BYTES)
@@ -57,7 +57,3 @@ def link(run: RunDir) -> str | None:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # it is being written, or ends
     return None
-
-
-def _folder() -> Path:
-    return Path(os.path.expanduser(os.environ.get("RAYDIST_CACHE") or "~/.cache/raydist")) / "dashboards"

@@ -16,6 +16,7 @@ import pyarrow as pa
 from raydist.dashboard import list_page, run_page, stamps, sweep_page
 from raydist.dashboard.cache import Live, Made, Shelf
 from raydist.dashboard.document import Parts, problem
+from raydist.dashboard.kept_files import KeptFiles, KeptStorage
 from raydist.dashboard.run_page import Other, Seen
 from raydist.dashboard.views import RunView
 from raydist.errors import RaydistError, RunNotFound, StorageError
@@ -41,7 +42,8 @@ class Site:
     """All pages of these storages. `acts`: runs' pages have buttons of actions."""
 
     def __init__(self, homes: Sequence[Storage], acts: bool = False) -> None:
-        self.homes, self._acts = homes, acts
+        kept = KeptFiles()
+        self.homes, self._acts = [KeptStorage(home, kept) for home in homes], acts
         self._runs, self._steps, self._pages = Shelf(_RUNS), Shelf(_RUNS), Shelf(_PAGES)
         self._examined = Shelf(_RUNS)
         self._examining: set[Place] = set()

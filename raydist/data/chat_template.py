@@ -9,7 +9,6 @@ prompt before it: from the end of the generation prompt to the next message, so 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -18,6 +17,7 @@ from typing import Any, Literal, NoReturn
 
 from raydist.errors import DataError
 from raydist.parsing import JOB_BYTES, parse_json, read_text
+from raydist.paths import local_path
 from raydist.registry import did_you_mean
 from raydist.storage import Storage
 
@@ -96,7 +96,7 @@ def chat_format(template: str | None, tokenizer: str, loss_on: LossOn) -> ChatFo
         found = BUILT_IN[template]
     else:
         try:
-            found = read_text(os.path.expanduser(template), JOB_BYTES)
+            found = read_text(local_path(template), JOB_BYTES)
         except (OSError, ValueError) as error:
             near = did_you_mean(template, list(BUILT_IN))
             raise DataError(

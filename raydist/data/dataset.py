@@ -29,6 +29,7 @@ from raydist.data.index import BLOCK, COLUMN, COUNTS, DIGITS, DatasetIndex, Ends
 from raydist.data.locks import locked
 from raydist.data.order import IntArray
 from raydist.errors import DataError
+from raydist.paths import cache_folder
 from raydist.sinks import write_whole
 from raydist.storage import Storage
 
@@ -318,11 +319,6 @@ def _overlapping(numbers: IntArray) -> Iterator[IntArray]:
 
 def _reopen(storage: Storage, name: Split) -> TokenSplit:
     return TokenDataset(storage).split(name)
-
-
-def cache_folder() -> Path:
-    """Folder for shards from remote storage: $RAYDIST_CACHE, or ~/.cache/raydist."""
-    return Path(os.path.expanduser(os.environ.get("RAYDIST_CACHE") or "~/.cache/raydist"))
 
 
 class Windows:

@@ -38,6 +38,7 @@ import xxhash
 from raydist import remote_filesystem
 from raydist.errors import DataError, UserError
 from raydist.parsing import parse_json
+from raydist.paths import local_path
 from raydist.redact import redact
 from raydist.storage import Storage
 
@@ -213,7 +214,7 @@ def _list(source: str) -> list[SourceFile]:
     place, mark, query = source.partition("?") if remote else (source, "", "")
     base, pattern = place, ""
     first = next((i for i, c in enumerate(place) if c in ("*[" if remote else "*?[")), None)
-    if first is not None and (remote or not Path(os.path.expanduser(place)).exists()):
+    if first is not None and (remote or not local_path(place).exists()):
         cut = place.rfind("/", 0, first)
         base, pattern = place[:cut] if cut > 0 else "/" if cut == 0 else ".", place[cut + 1 :]
     uri = base + mark + query

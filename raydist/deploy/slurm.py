@@ -35,7 +35,21 @@ pass() {{
   fi
 }}
 trap 'requeue=${{requeue:-asked}}; pass' USR1 TERM
+# Ray makes its folder writable for all users: it stands in one for this user, with a name that nobody else could have taken.
+temp=
+rays=
+clean() {{
+  trap - EXIT
+  kill $rays 2> /dev/null || :
+  for try in {{1..50}}; do
+    kill -0 $rays 2> /dev/null || break
+    sleep 0.1
+  done
+  [ -z "$temp" ] || rm -rf -- "$temp"
+}}
+trap clean EXIT
 again() {{
+  clean
   scontrol requeue "$SLURM_JOB_ID"
   exit "$1"
 }}
@@ -55,9 +69,10 @@ RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
 # The head's address as another node sees it: on the head itself its name may stand for 127.0.1.1.
 address=$(srun --nodes=1 --ntasks=1 --nodelist="$(tail -n 1 <<< "$nodes")" --overlap getent ahostsv4 "$head")
 address=${{address%%[[:space:]]*}}:$port
+temp=$(mktemp -d "${{SLURM_TMPDIR:-/tmp}}/ray-XXXXXX")
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \\
   ray start --head --node-ip-address="${{address%:*}}" --port="$port" \\
-  --temp-dir="${{SLURM_TMPDIR:-/tmp}}/ray-$SLURM_JOB_ID" {ray} --block &
+  --temp-dir="$temp/r" {ray} --block &
 rays=$!
 until (exec 3<> "/dev/tcp/${{address%:*}}/$port") 2> /dev/null; do
   [ -z "$requeue" ] || again 143
@@ -90,7 +105,9 @@ _OTHERS = """\
 others=$((SLURM_JOB_NUM_NODES - 1))
 if [ "$others" -gt 0 ]; then
   srun --nodes="$others" --ntasks="$others" --ntasks-per-node=1 --exclude="$head" --overlap \\
-    ray start --address="$address" {ray} --block &
+    bash -c '{{ mkdir -m 700 "$0" || [ -O "$0" ]; }} && trap "rm -rf -- \\"\\$0\\"" EXIT && "$@"' "$temp" \\
+    ray start --address="$address" --temp-dir="$temp/r" {ray} --block &
+  rays="$rays $!"
 fi
 """
 

@@ -14,6 +14,6 @@ from raydist.faults.host_kinds import *  # noqa: F403  # each fault is a class
 from raydist.faults.kinds import *  # noqa: F403  # each fault is a class
 from raydist.faults.kinds import KINDS, fields, summary
 from raydist.faults.load import load, parse
-from raydist.faults.notes import done, names, note, read_notes
+from raydist.faults.notes import done, failed, names, note, read_notes
 
-__all__ = ["KINDS", "Fault", "done", "fields", "load", "names", "note", "parse", "read_notes", "summary"]
+__all__ = ["KINDS", "Fault", "done", "failed", "fields", "load", "names", "note", "parse", "read_notes", "summary"]

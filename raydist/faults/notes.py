@@ -33,8 +33,20 @@ def note(name: str, rank: int, time: int) -> str:
 
 
 def done(of: str) -> str:
-    """A file next to a note: the driver has injected the fault."""
+    """A file next to a note: the driver has injected the fault, or could not: see `failed`."""
     return f"{FAULTS}/done/{of.rpartition('/')[2]}"
+
+
+def failed(run: RunDir, of: str) -> bool:
+    """Whether the driver could not inject the fault of that note."""
+    try:
+        return bool(parse_json(run.storage.read(done(of)))["failed"])
+    except (
+        FileNotFoundError,
+        StorageError,
+        *DAMAGED,
+    ):  # a rank injects it, or the driver was killed before it had noted that
+        return False
 
 
 def read_notes(run: RunDir, known: Iterable[str] = ()) -> dict[str, dict[str, Any]]:

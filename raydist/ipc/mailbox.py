@@ -43,12 +43,26 @@ def _prefix() -> str:
     return f"raydist-{os.getuid()}-board-"
 
 
+def file_of(run_uri: str, node: str, rank: int) -> Path:
+    """The file of that rank. `node`: the IP address of its node in the cluster."""
+    return folder(run_uri) / f"{node}-{rank:05d}.json"
+
+
+def delete(path: Path) -> None:
+    """Deletes the file of a rank, which has exited; and the folder, if it is empty."""
+    for each in (path, path.with_suffix(".tmp")):
+        with suppress(OSError):
+            each.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.parent.rmdir()
+
+
 class Mailbox:
     """The rank's side. `node`: the IP address of its node in the cluster."""
 
     def __init__(self, run_uri: str, node: str, rank: int) -> None:
         """Raises OSError if the folder cannot be created, or belongs to another user."""
-        self._path = folder(run_uri) / f"{node}-{rank:05d}.json"
+        self._path = file_of(run_uri, node, rank)
         self._make()
 
     def _make(self) -> None:
@@ -68,9 +82,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Deletes the rank's file; and the folder, if it is empty."""
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
-            self._path.parent.rmdir()
+        delete(self._path)
 
 
 def read(run_uri: str, node: str) -> Iterator[dict[str, Any]]:

@@ -24,6 +24,7 @@ from ray.exceptions import RayError
 from raydist import registry
 from raydist.errors import StorageError
 from raydist.ipc import heartbeat as heartbeat_ipc
+from raydist.ipc import mailbox
 from raydist.ipc.stack_dump import Witness, waits, where
 from raydist.launch.fork_server import ForkServer, Process, share_zygote
 from raydist.launch.oom_detector import MemoryWatch
@@ -32,7 +33,9 @@ from raydist.launch.rank_output import Output
 from raydist.launch.relay import Link
 from raydist.launch.rendezvous import hold_port, port_of
 from raydist.launch.zygote import VARIABLE, Zygote
+from raydist.redact import redact
 from raydist.run.directory import LOGS, RunDir
+from raydist.worker.metrics.startup_timing import waited
 
 _PUSH_TIMEOUT_S = 10.0
 _WATCH_S = 0.5
@@ -159,6 +162,7 @@ class _Attempt:
     def __init__(self, agent: _Agent, order: dict[str, Any]) -> None:
         self._agent, self._env, self._number = agent, order["env"], int(order["attempt"])
         self._job, self._rank = json.loads(order["job"]), int(self._env["RANK"])
+        self._begun = time.monotonic() - waited(self._job["begun"], order["waited_s"])
         self._port = agent.take_port()
         self._started = threading.Event()
         self._process: Process | None = None
@@ -216,7 +220,8 @@ class _Attempt:
             fds = [their_calls.fileno(), their_control.fileno(), stacks, heartbeat, output.fd]
             try:
                 self._agent.server = self._agent.server.living()
-                process = self._agent.server.fork(fds, self._env)
+                box = mailbox.file_of(redact(self._job["run"]), self._agent.node_ip, self._rank)
+                process = self._agent.server.fork(fds, self._env, box)
             except BaseException:
                 output.abandon()
                 raise
@@ -226,7 +231,7 @@ class _Attempt:
         stack.callback(os.close, stacks)
         self._witness = Witness(process.pid, stacks, control)
         connection = Connection(calls.detach())
-        order = {**self._job, "rank": self._rank, "node_ip": self._agent.node_ip}
+        order = {**self._job, "begun": self._begun, "rank": self._rank, "node_ip": self._agent.node_ip}
         connection.send_bytes(json.dumps(order).encode())
         threading.Thread(target=self._serve, args=(connection,), name="raydist-calls", daemon=True).start()
         return process
@@ -270,7 +275,9 @@ class _Attempt:
                     if what == "ended":
                         self._result.update(call)
                     elif what == "push":
-                        answer["value"] = ray.get(monitor.push.remote(**call), timeout=_PUSH_TIMEOUT_S)
+                        answer["value"] = ray.get(
+                            monitor.push.remote(**call, node=self._agent.node_ip), timeout=_PUSH_TIMEOUT_S
+                        )
                     elif what == "stage":
                         monitor.stage.remote(self._job["attempt"], **call)  # no wait: for display only
                     elif what == "durable":

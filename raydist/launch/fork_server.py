@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raydist.ipc import AGENT_PID
+from raydist.ipc import AGENT_PID, mailbox
 from raydist.launch import zygote
 
 MESSAGE = 1 << 16
@@ -102,12 +102,16 @@ class ForkServer:
         self._thread = threading.Thread(target=self._listen, name="raydist-forks", daemon=True)
         self._thread.start()
 
-    def fork(self, fds: Sequence[int], env: Mapping[str, str]) -> Process:
-        """Forks a rank, whose `rank_main.run` gets copies of `fds`; adds `env` to its environment. Raises ChildProcessError."""
+    def fork(self, fds: Sequence[int], env: Mapping[str, str], box: Path | None = None) -> Process:
+        """Forks a rank, whose `rank_main.run` gets copies of `fds`; adds `env` to its environment. Raises ChildProcessError.
+
+        `box`: the mailbox of the rank. The server deletes it when it exits, as the rank may have been killed.
+        """
+        order = {"env": dict(env), "mailbox": box and str(box)}
         with self._changed:
             before = len(self._forked)
             with contextlib.suppress(OSError):  # the server exited: reported below
-                socket.send_fds(self._socket, [json.dumps({"env": dict(env)}).encode()], list(fds))
+                socket.send_fds(self._socket, [json.dumps(order).encode()], list(fds))
             self._changed.wait_for(lambda: len(self._forked) > before or self._failure or self._gone)
             if len(self._forked) == before:
                 status = None if self._failure else self._server.wait()
@@ -187,6 +191,7 @@ class _Server:
         self._selector.register(agent, selectors.EVENT_READ)
         self._pids: dict[int, int] = {}
         """pidfd -> pid of the ranks that are not reaped yet."""
+        self._mailboxes: set[Path] = set()
 
     def serve(self) -> None:
         while True:
@@ -199,9 +204,13 @@ class _Server:
                     for pid in self._pids.values():
                         with contextlib.suppress(ProcessLookupError):
                             os.killpg(pid, signal.SIGKILL)  # the process group: its children would continue
+                    for path in self._mailboxes:
+                        mailbox.delete(path)
                     return
                 request = json.loads(message)
                 if "env" in request:
+                    if box := request.get("mailbox"):
+                        self._mailboxes.add(Path(box))
                     self._fork(fds, request["env"])
                 elif request["kill"] in self._pids.values():
                     os.kill(request["kill"], signal.SIGKILL)

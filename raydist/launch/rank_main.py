@@ -56,7 +56,7 @@ def run(calls: int, control: int, stacks: int, heartbeat: int, output: int) -> i
 
     def tell(stage: str) -> None:
         with contextlib.suppress(OSError, EOFError):  # for display only: training does not depend on it
-            agent("stage", name=stage, at=time.time())
+            agent("stage", name=stage)
 
     watched = {"tell": tell} if order["rank"] == 0 else {}
     startup = Startup(order["begun"], order["incident"], order["before"], **watched)
@@ -119,13 +119,13 @@ def train(
     )
 
     def push(records: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any]:
-        return dict(agent("push", records=records, events=events))
+        return dict(agent("push", records=records, events=events, sent=time.time()))
 
     def durable() -> None:
         agent("durable")
 
     def tell(event: Event) -> None:  # in a thread, so that training does not wait for the monitor
-        data = {"records": [], "events": [event.to_dict()]}
+        data = {"records": [], "events": [event.to_dict()], "sent": time.time()}
         threading.Thread(target=agent, args=("push",), kwargs=data, name="raydist-tell", daemon=True).start()
 
     model_transforms.on_compile(heartbeat.compiling)

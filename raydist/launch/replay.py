@@ -13,7 +13,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ import xxhash
 from raydist import registry
 from raydist.checkpoint import manifest, mirrors, retention
 from raydist.errors import TrainingStopped, UsageError
+from raydist.private_files import temporary_folder
 from raydist.run.directory import BUCKETS, COMM, RunDir, manifest_name
 from raydist.run.log import SINGLE, read_steps
 from raydist.spec import JobSpec, dump, read_stored
@@ -70,8 +70,8 @@ def replay(run: RunDir, steps: int, start: int | None, workers: int | None, trus
     at = max(starts) if start is None else start
     again = range(at + 1, at + steps + 1)
     before = tuple(sorted({int(rows[step]["world_size"]) for step in again}))
-    with tempfile.TemporaryDirectory() as folder:
-        stored = Path(folder, "job.yaml")
+    with temporary_folder() as folder:
+        stored = folder / "job.yaml"
         spec = read_stored(run.storage)  # as of a stranger: no other file that it names is read
         stored.write_text(dump(spec))
         each = _each(spec)
@@ -82,7 +82,7 @@ def replay(run: RunDir, steps: int, start: int | None, workers: int | None, trus
         with ExitStack() as stack:
             stack.enter_context(retention.leased(run, at))
             copy = stack.enter_context(_copied(run, at))
-            _train(stored, copy, at + steps, size, Path(folder))
+            _train(stored, copy, at + steps, size, folder)
             found = {row["step"]: row for row in read_steps(copy, SINGLE).to_pylist()}
             differences = [
                 f"step {step}: {name}: {rows[step][name]!r}, and again {found[step][name]!r}"

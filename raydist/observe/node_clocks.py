@@ -1,4 +1,4 @@
-"""Corrects the times of telemetry rows from nodes whose clocks are wrong: rules and pages compare the rows of all nodes.
+"""Corrects the times of telemetry rows and events from nodes whose clocks are wrong: rules and pages compare those of all nodes.
 
 Runs in: the run's monitor, and each aggregator, whose clock is the one that counts. Never imports ray or torch.
 """
@@ -28,8 +28,15 @@ class NodeClocks:
         """
         if not rows or sent is None:
             return rows
-        node, ahead = rows[0]["node"], sent - time.time()
-        if abs(ahead - self._ahead.get(node, 0.0)) > WRONG_S:
-            self._ahead[node] = ahead if abs(ahead) > WRONG_S else 0.0
-        known = self._ahead.get(node, 0.0)
-        return [{**row, "at": row["at"] - known} for row in rows] if known else rows
+        ahead = self.ahead(rows[0]["node"], sent)
+        return [{**row, "at": row["at"] - ahead} for row in rows] if ahead else rows
+
+    def ahead(self, node: str, sent: float) -> float:
+        """How many seconds that node's clock is ahead of this one; 0 if it is right. `sent`: as above, of a message that comes now.
+
+        Whole seconds: after a restart of this process nearly always the same, so that an event that is sent again is recognised.
+        """
+        known, ahead = self._ahead.get(node, 0.0), sent - time.time()
+        if abs(ahead - known) > WRONG_S:
+            known = self._ahead[node] = float(round(ahead)) if abs(ahead) > WRONG_S else 0.0
+        return known

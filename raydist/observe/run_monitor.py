@@ -19,12 +19,13 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from raydist.diagnosis import Diagnosis, sizes
 from raydist.errors import StorageError
 from raydist.observe.exporter_threads import ExporterThreads
-from raydist.observe.node_clocks import NodeClocks
+from raydist.observe.node_clocks import NodeClocks, Row
 from raydist.observe.summary import LiveView
 from raydist.observe.write_ahead_log import EARLIER, WriteAheadLog
 from raydist.records import EXPORTED_ONLY, Event, Status
@@ -96,7 +97,7 @@ class RunMonitor:
             self._view.begin_attempt(*(self._before[name] for name in ("attempt", "world_size", "step")))
             self._view.workers = self._before["workers"]
         self._log = RunLog(self._run)
-        self._samples, self._clocks = TelemetryLog(self._run), NodeClocks()
+        self._samples, self._clocks, self._rank_clocks = TelemetryLog(self._run), NodeClocks(), NodeClocks()
         self._diagnosis = Diagnosis(spec=spec)
         self._undiagnosed: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
         self._undiagnosed_steps: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
@@ -188,24 +189,27 @@ class RunMonitor:
 
     # --- from rank 0
 
-    def push(self, records: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def push(
+        self, records: Sequence[Row], events: Sequence[Row], sent: float | None = None, node: str = ""
+    ) -> dict[str, Any]:
         """Steps (StepRecord.to_dict()) and events (Event.to_dict()), each in order. Returns {"command": None or "stop"}, and what
-        users request (raydist.run.requests.Inbox).
+        users request (raydist.run.requests.Inbox). `sent`: Unix time, by the clock of the rank, on `node`; None: by this one.
 
         Returns at once: nothing is durable before `flush`. Raises KeyError if a record lacks a field.
         """
-        for event in events:
-            self._take(Event.from_dict(dict(event)))
+        ahead = self._rank_clocks.ahead(node, sent) if sent is not None else 0.0
+        for event in map(Event.from_dict, map(dict, events)):
+            self._take(replace(event, at=event.at - ahead) if ahead else event)
         new = self._steps(records)
         if new:
             self._journal_add(steps=new)
         with self._lock:
             return {"command": self._command, **self._inbox.answer()}
 
-    def stage(self, attempt: int, name: str, at: float) -> None:
-        """The attempt's current startup stage (raydist/worker/metrics/startup_timing.py); `at`: Unix time."""
+    def stage(self, attempt: int, name: str) -> None:
+        """The attempt's current startup stage (raydist/worker/metrics/startup_timing.py), which has just begun."""
         with self._lock:
-            self._view.stage(attempt, name, at)
+            self._view.stage(attempt, name, time.time())
 
     def flush(self, timeout_s: float = 30.0) -> None:
         """Returns once everything pushed before this call is durable. Rank 0 calls it before it commits a checkpoint.

@@ -22,7 +22,7 @@ from raydist.worker import model_transforms
 from raydist.worker.parallel._model_graph import blocks_of
 
 if TYPE_CHECKING:
-    from raydist.spec.models import TrainSpec
+    from raydist.spec.training import TrainSpec
 
 
 class FakeModule:

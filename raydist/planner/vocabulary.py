@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from raydist.errors import DataError
 
 if TYPE_CHECKING:
-    from raydist.spec.models import DataSpec
+    from raydist.spec.training import DataSpec
 
 
 def vocabulary(data: DataSpec) -> int:

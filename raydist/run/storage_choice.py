@@ -23,6 +23,7 @@ from typing import Literal
 
 from raydist.errors import UserError
 from raydist.parsing import TOML_BYTES, parse_toml, read_file
+from raydist.paths import local_path
 
 VARIABLE = "RAYDIST_STORAGE"
 DEFAULT = "~/raydist"
@@ -66,7 +67,7 @@ def config_file() -> Path:
     """The path of the user's configuration file, which may not exist."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     # XDG Base Directory Specification: relative paths are invalid and must be ignored.
-    folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.config"))
+    folder = Path(base) if os.path.isabs(base) else local_path("~/.config")
     return folder / "raydist" / "config.toml"
 
 
@@ -105,9 +106,9 @@ def holds_runs(folder: Path) -> bool:
 
 def others(choice: StorageChoice) -> list[str]:
     """Other well-known places with runs: the nearest folder `runs`, and ~/raydist, without `choice`."""
-    default = Path(os.path.expanduser(DEFAULT))
+    default = local_path(DEFAULT)
     places = [place for place in (nearest(), default) if place is not None and holds_runs(place)]
-    chosen = Path(os.path.expanduser(choice.uri)).absolute() if "://" not in choice.uri else None
+    chosen = local_path(choice.uri).absolute() if "://" not in choice.uri else None
     return [str(place) for place in places if place != chosen]
 
 

@@ -18,27 +18,21 @@ from raydist.redact import redact
 from raydist.spec import comm, mesh, virtual_ranks
 from raydist.spec.comm import CommSpec
 from raydist.spec.parallel import ParallelSpec
-from raydist.spec.parts import Part, PartWithNewFields, SpecValueError, check_spec, problem, short_name
+from raydist.spec.parts import PartWithNewFields, check_spec, problem, short_name
 from raydist.spec.running import (
     CheckpointSpec,
     ClusterSpec,
-    ExporterSpec,
     HookSpec,
     ObserveSpec,
     OffloadSpec,
     RecoverySpec,
-    SpikeSpec,
 )
 from raydist.spec.training import (
-    BatchingSpec,
     DataSpec,
     EvalSpec,
-    LossScaleSpec,
-    LossSpec,
     ModelSpec,
     OptimSpec,
     PrecisionSpec,
-    ScheduleSpec,
     TrainSpec,
     short_precision,
 )
@@ -302,30 +296,3 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-__all__ = [
-    "BatchingSpec",
-    "CheckpointSpec",
-    "ClusterSpec",
-    "CommSpec",
-    "DataSpec",
-    "EvalSpec",
-    "ExporterSpec",
-    "JobSpec",
-    "LossScaleSpec",
-    "LossSpec",
-    "ModelSpec",
-    "ObserveSpec",
-    "OffloadSpec",
-    "OptimSpec",
-    "ParallelSpec",
-    "Part",
-    "PrecisionSpec",
-    "RecoverySpec",
-    "ScheduleSpec",
-    "SpecValueError",
-    "SpikeSpec",
-    "TrainSpec",
-    "flatten",
-]

@@ -6,7 +6,6 @@ Runs in: commands that need no training: `raydist sample`, `raydist evaluate`, e
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from raydist.checkpoint.huggingface import SCALE, check, weight_files
 from raydist.data.tokenizers import Library
 from raydist.errors import DataError, UserError
 from raydist.parsing import JSON_BYTES, read_file
+from raydist.paths import local_path
 from raydist.spec import ModelSpec
 from raydist.spec.huggingface import HuggingFace, fields_of, format_of, read_config
 from raydist.spec.validate import validate
@@ -60,7 +60,7 @@ class Exported:
 
 def is_exported(name: str) -> bool:
     """Whether this is a folder with a config.json."""
-    return "://" not in name and (Path(os.path.expanduser(name)) / "config.json").is_file()
+    return "://" not in name and (local_path(name) / "config.json").is_file()
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def open_folder(folder: Path, context: int | None = None) -> Exported:
 
     Raises UserError for an unknown architecture, tensors that do not fit, and corrupt files.
     """
-    folder = Path(os.path.expanduser(folder))
+    folder = local_path(folder)
     config = read_config(Storage(folder))
     quantized = config.pop("quantization_config", None)
     if quantized is not None and not _is_ours(quantized):

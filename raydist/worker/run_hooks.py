@@ -113,8 +113,8 @@ class RunHooks:
         return result
 
     def _state(self) -> dict[str, int]:
-        """What a hook could change: each module's mode, and a checksum of this rank's part of each parameter and buffer, exact: it
-        changes if a bit does, but for rare coincidences."""
+        """What a hook could change: each module's mode, which parameters are trained, and a checksum of this rank's part of each
+        parameter, gradient and buffer, exact: it changes if a bit does, but for rare coincidences."""
         if self._model is None:
             return {}
         found = dict(_tensors(self._model))
@@ -124,11 +124,15 @@ class RunHooks:
         modes = {
             f"{name or 'the model'}'s mode (train or eval)": int(m.training) for name, m in self._model.named_modules()
         }
-        return dict(zip(found, bits, strict=True)) | modes
+        trained = {f"whether {name} is trained": int(p.requires_grad) for name, p in self._model.named_parameters()}
+        return dict(zip(found, bits, strict=True)) | modes | trained
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
+    """Gradients, too: between steps there are none, and the next backward pass would add to one that a hook has left."""
+    parameters = dict(model.named_parameters())
+    left = [(f"the gradient of {name}", p.grad) for name, p in parameters.items() if p.grad is not None]
+    for name, value in (*parameters.items(), *model.named_buffers(), *left):
         local = value.to_local() if isinstance(value, DTensor) else value.detach()
         if local.numel() and not local.is_meta:
             yield name, local

@@ -3,6 +3,7 @@ refused before."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -200,7 +201,7 @@ def test_slurm(job: Any, tmp_path: Path) -> None:
     assert "export SRUN_CPUS_PER_TASK=64\n" in script
     block = "others=" + script.partition("\nothers=")[2].partition("\nfi\n")[0] + "\nfi; wait"
     for count, said in ((1, ""), (2, "--nodes=1 --ntasks=1 ")):  # of 1-2 nodes; srun refuses --nodes=0
-        shell = f'srun() {{ echo "$@"; }}; SLURM_JOB_NUM_NODES={count} head=a address=b; {block}'
+        shell = f'srun() {{ echo "$@"; }}; SLURM_JOB_NUM_NODES={count} head=a address=b temp=c rays=; {block}'
         done = subprocess.run(["bash", "-euc", shell], text=True, capture_output=True, check=True)
         assert done.stdout.startswith(said)
         assert bool(done.stdout) == bool(said)
@@ -241,7 +242,8 @@ def test_a_signal_of_slurm_may_come_at_any_time(
         try:
             code = shell.wait(60)
         finally:
-            os.killpg(shell.pid, signal.SIGKILL)  # Slurm ends what its steps left
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)  # Slurm ends what its steps left
     assert (code, Path("requeued").exists()) == expected, (tmp_path / "log").read_text()
 
 

@@ -75,6 +75,7 @@ def test_an_attempt_that_ends_well() -> None:
         assert len(secrets.pop()) == 64
         for rank, order in enumerate(orders):
             mine = env | {"RANK": str(rank), "NODE_RANK": str(rank)}
+            assert 0 <= order.pop("waited_s") < 240
             assert order == {"number": 2, "do": "train", "attempt": 5, "job": '{"a": 1}', "env": mine}
         assert [await made.monitor(1, attempt) for attempt in (5, 4)] == ["m", None]
         result = asyncio.create_task(made.result(5))

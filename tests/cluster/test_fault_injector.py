@@ -13,7 +13,7 @@ from ray.exceptions import RpcError
 from raydist import faults
 from raydist.cluster.run import fault_injector
 from raydist.cluster.run.fault_injector import DriverInjector
-from raydist.faults import Drain
+from raydist.faults import Drain, KillDriver
 from raydist.run.directory import RunDir
 
 
@@ -33,7 +33,7 @@ class Monitor:
 
 def test_a_head_that_is_lost_when_a_fault_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver goes on, to find out elsewhere that its head is lost: the fault is noted as not injected, without an event.
-    The rank does not wait for it."""
+    The rank does not wait for it. Nor has it happened for the next driver, which records those that killed a driver."""
 
     def lost(*_: Any) -> list[str]:
         raise RpcError("Timed out while waiting for GCS to become available.")
@@ -52,3 +52,10 @@ def test_a_head_that_is_lost_when_a_fault_is_due(tmp_path: Path, monkeypatch: py
         "the fault drain could not be injected: Timed out while waiting for GCS to become available."
     ]
     assert run.storage.size(faults.done(name)) is not None
+    killed = faults.note(faults.names([KillDriver(rank=0, step=4)])[0], 0, 1)
+    run.storage.write(killed, json.dumps({**body, "fault": "kill_driver", "step": 4}).encode())
+    following = DriverInjector(run, monitor, "127.0.0.1:1", asked)  # type: ignore[arg-type]
+    following.look()
+    assert (monitor.pushed, len(monitor.notes)) == (["fault"], 1)
+    following.say_what_is_missing()
+    assert len(monitor.notes) == 1

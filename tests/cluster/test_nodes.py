@@ -7,8 +7,8 @@ import pytest
 
 from raydist.cluster.nodes import Node, assigned, room
 from raydist.cluster.run.recovery import SETTLE_S, Proceed, Stop, Wait, resize
-from raydist.spec.models import RecoverySpec
 from raydist.spec.parallel import ParallelSpec
+from raydist.spec.running import RecoverySpec
 
 NODES = [
     Node("a", {"CPU": 8.0, "GPU": 4.0}),

@@ -107,6 +107,11 @@ class Job:
         self._stop.set()
         self._thread.join()
 
+    def close(self) -> None:
+        """Ends its monitor: the driver, this process, goes on, so that a monitor that is killed leaves its records for the next."""
+        self.end()
+        self._get(self.monitor.end.remote("finished"))
+
 
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, Job]]:
@@ -135,7 +140,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
                 made.process.kill()
                 made.process.wait()
         finally:
-            job.end()
+            job.close()
 
 
 def queries() -> tuple[list[str], list[str]]:

@@ -22,8 +22,21 @@ from raydist.worker.distributed import Rank
 from raydist.worker.evaluation import evaluate
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel._context import SharedSequence, share_sequences
-from tests.contracts.test_tensor import Result, compare
-from tests.training import CONTEXT, GROUPED, MODEL, Trainer, alone, counted, job, mesh_job, mine, run, samples
+from tests.contracts.test_tensor import EQUAL, Result, compare
+from tests.training import (
+    CONTEXT,
+    GROUPED,
+    MODEL,
+    Trainer,
+    alone,
+    counted,
+    job,
+    mesh_job,
+    mine,
+    run,
+    samples,
+    without_kernels,
+)
 
 WIDE = {**MODEL, "heads": 4, "width": 32}
 MODELS: dict[str, dict[str, Any]] = {
@@ -190,11 +203,17 @@ def test_with_formats_and_offload(
         assert held_out == pytest.approx(right[4], rel=loss)
 
 
+def traced(rank: Rank, spec: JobSpec) -> Result:
+    """`train` with equal micro-batches, since each shape is compiled for itself, and without compiled kernels."""
+    with without_kernels():
+        return train(rank, spec, EQUAL)
+
+
 def test_compiled_blocks_compute_the_same(ranks: Any) -> None:
-    """Context 2, with one block and equal micro-batches, because to compile takes seconds for each shape."""
-    model, n = {**WIDE, "layers": 1}, 8
-    right = train(alone(), job("ddp", model), n)
-    for got in run(ranks, train, 2, mesh("ddp", 2, model, train={"compile": "blocks"}), n):
+    """Context 2, with one block."""
+    model = {**WIDE, "layers": 1}
+    right = train(alone(), job("ddp", model), EQUAL)
+    for got in run(ranks, traced, 2, mesh("ddp", 2, model, train={"compile": "blocks"})):
         compare(got, right, gradients=1e-4, norm=1e-5)
 
 

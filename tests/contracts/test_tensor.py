@@ -21,7 +21,21 @@ from raydist.worker.evaluation import evaluate
 from raydist.worker.mesh import Mesh
 from raydist.worker.parallel._tensor import TensorParallel
 from raydist.worker.step import StepReport
-from tests.training import CONTEXT, GROUPED, MODEL, VOCAB, Trainer, alone, counted, job, mesh_job, mine, run, samples
+from tests.training import (
+    CONTEXT,
+    GROUPED,
+    MODEL,
+    VOCAB,
+    Trainer,
+    alone,
+    counted,
+    job,
+    mesh_job,
+    mine,
+    run,
+    samples,
+    without_kernels,
+)
 
 WIDE = {**MODEL, "heads": 4, "width": 32}
 """Heads for up to four ranks; a vocabulary of 13, which no number of ranks divides."""
@@ -34,6 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 N, MICRO = 7, 2
 """Samples of a global batch and of a micro-batch: with accumulation, a short micro-batch, and masked targets."""
+EQUAL = 8
+"""Samples of a global batch of equal micro-batches."""
 
 Result = tuple[list[StepReport], dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor], float]
 """Reports of two steps; first weights; gradients of the first step, clipped; weights after both; the loss of held-out samples."""
@@ -179,11 +195,16 @@ def test_packed_documents(ranks: Any) -> None:
             assert float((got[name] - value).abs().max() / value.abs().max()) <= 3e-6, name
 
 
+def traced(rank: Rank, spec: JobSpec) -> Result:
+    """`train` with equal micro-batches, since each shape is compiled for itself, and without compiled kernels."""
+    with without_kernels():
+        return train(rank, spec, EQUAL)
+
+
 def test_compiled_blocks_compute_the_same(ranks: Any) -> None:
-    """Within 1e-4 of one process without compilation; equal micro-batches, because to compile takes seconds for each shape."""
-    n = 8
-    right = train(alone(), job("ddp", MODELS["one layer"]), n)
-    for got in run(ranks, train, 2, mesh_job("ddp", 2, MODELS["one layer"], train={"compile": "blocks"}), n):
+    """Within 1e-4 of one process without compilation."""
+    right = train(alone(), job("ddp", MODELS["one layer"]), EQUAL)
+    for got in run(ranks, traced, 2, mesh_job("ddp", 2, MODELS["one layer"], train={"compile": "blocks"})):
         compare(got, right, gradients=1e-4, norm=1e-5)
 
 

@@ -35,6 +35,9 @@ def test_a_preempted_job_goes_on_in_the_queue(project: Any, tmp_path: Path) -> N
         assert job.code is None, job.log.read_text()
         (workers,) = project.events("queued", "workers")
         assert {worker["host"] for worker in workers["workers"]} == {"host0", "host1"}
+        folders = [line.split() for line in job.folders()]
+        assert [mode for mode, _ in folders] == ["700", "700"]
+        assert len({name for _, name in folders}) == 1  # mktemp's
         job.signal(signal.SIGUSR1)
         job.until(lambda: "stopping: one checkpoint" in job.log.read_text())
         for worker in workers["workers"]:
@@ -43,6 +46,7 @@ def test_a_preempted_job_goes_on_in_the_queue(project: Any, tmp_path: Path) -> N
         (project.root / "marks" / "queued" / "go").touch()
         job.until(lambda: job.code is not None)
         assert (job.code, job.runs) == (0, 2), job.log.read_text()
+        assert job.left == []
     assert [row["step"] for row in project.steps("queued")] == list(range(1, steps + 1))
     (resumed,) = project.events("queued", "resumed")
     assert 0 < resumed["step"] < steps

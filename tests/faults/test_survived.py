@@ -181,11 +181,12 @@ def disturbed(project: Any) -> Any:
 
 def test_the_same_bits(disturbed: Any, undisturbed: dict[str, Any]) -> None:
     """Each step once, with the loss, norm and samples of the undisturbed run; all weights, the optimizer's state and the eval
-    loss are equal too."""
+    loss are equal too. Clocks that jump by an hour make no start an hour long."""
     shown = disturbed.show("disturbed")
     assert exact(disturbed.steps("disturbed")) == undisturbed["rows"]
     assert disturbed.weights("disturbed", STEPS) == undisturbed["weights"]
     assert (shown["status"], shown["eval_loss"]) == ("finished", undisturbed["eval_loss"])
+    assert max(event["seconds"] for event in disturbed.events("disturbed", "first_step")) < 1800
 
 
 def test_each_fault_happens_once_and_has_an_event(disturbed: Any) -> None:

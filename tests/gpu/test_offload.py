@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from raydist.spec.models import OffloadSpec
+from raydist.spec.running import OffloadSpec
 from raydist.worker.metrics.memory import process
 from raydist.worker.optim.offload.adamw import OffloadedAdamW
 from tests.gpu.device import CUDA, DEVICE, cuda_only, job, trained

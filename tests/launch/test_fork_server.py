@@ -85,11 +85,11 @@ def server(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote
         one.close()
 
 
-def fork(server: ForkServer, port: str = "1") -> tuple[Process, dict[str, Any]]:
+def fork(server: ForkServer, port: str = "1", mailbox: Path | None = None) -> tuple[Process, dict[str, Any]]:
     """Forks a rank; returns it with its own answer."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        process = server.fork([theirs.fileno()], {"PORT": port})
+        process = server.fork([theirs.fileno()], {"PORT": port}, mailbox)
         connection = Connection(ours.detach())
     connection.send_bytes(json.dumps({}).encode())
     return process, json.loads(connection.recv_bytes())
@@ -169,24 +169,32 @@ def test_the_server_takes_its_ranks_along(server: Any) -> None:
 
 
 def test_a_killed_agent_takes_all_along(server: Any, tmp_path: Path) -> None:
-    """When the agent is killed its server and ranks exit, a stopped rank too."""
+    """When the agent is killed its server and ranks exit, a stopped rank too; their mailboxes are deleted."""
     server("time.sleep(1000)").close()  # writes the modules
     code = """
 import os, psutil, signal, sys
+from pathlib import Path
 from tests.launch.test_fork_server import fork
 from raydist.launch.fork_server import ForkServer
 server = ForkServer(["preload"])
-(one, told), (two, _) = fork(server), fork(server)
+mailbox = Path(sys.argv[1], "10.0.0.1-00000.json")
+(one, told), (two, _) = fork(server), fork(server, mailbox=mailbox)
+mailbox.parent.mkdir()
+mailbox.touch()
 os.kill(two.pid, signal.SIGSTOP)
 print(psutil.Process(one.pid).ppid(), one.pid, two.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     path = os.pathsep.join([str(tmp_path), HERE])
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, "-c", code, str(tmp_path / "board")],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     gone(*map(int, done.stdout.split()))
+    assert not (tmp_path / "board").exists()
 
 
 def test_a_preload_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

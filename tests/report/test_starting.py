@@ -15,7 +15,7 @@ import pytest
 from raydist.report.console import Console
 from raydist.report.starting import Starting, process_start
 from raydist.run.directory import RunDir
-from raydist.worker.metrics.startup_timing import Startup
+from raydist.worker.metrics.startup_timing import Startup, waited
 from tests.report.test_console import snapshot
 
 
@@ -85,14 +85,26 @@ def test_stages_add_up_to_the_wait() -> None:
     assert before == pytest.approx({"job": 1.25, "data": 2.0, "ray": 4.0})
     assert sum(before.values()) == pytest.approx(clock.now - 999.25)
     told: list[str] = []
-    startup = Startup(time.time() - 3, before=before, tell=told.append)
+    startup = Startup(time.monotonic() - 3, before=before, tell=told.append)
     for stage in ("schedule", "import", "rendezvous", "build", "load", "first_step"):
         startup.done(stage)
     assert told == ["import", "rendezvous", "build", "load", "first_step"]
     event = startup.first_step_data(0)
     assert event["before"] == {"job": 1.25, "data": 2.0, "ray": 4.0}
     assert event["seconds"] == pytest.approx(sum(event["stages"].values())) == pytest.approx(3, abs=0.5)
-    assert "before" not in Startup(time.time(), {"over": time.time(), "last_step": 3}).first_step_data(0)
+    assert "before" not in Startup(None, {"over": 1.0, "next": 2.0, "last_step": 3}).first_step_data(0)
+
+
+@pytest.mark.parametrize("off", [-3600.0, 0.0, 3600.0])
+def test_the_clocks_of_two_hosts(off: float) -> None:
+    """The stages of a recovery are those of good clocks, if the rank's host is an hour off; the clock may jump in between."""
+    seen = time.time() - 60
+    incident = {"seen": seen, "silent_s": 5.0, "over": seen + 1, "next": seen + 3, "last_step": 7}
+    elapsed = waited(time.time() - 20 - off, 19.5)
+    startup = Startup(time.monotonic() - elapsed, incident)
+    startup.done("schedule")
+    stages = startup.first_step_data(4)["stages"]
+    assert stages == pytest.approx({"detect": 5, "tear_down": 1, "decide": 2, "schedule": 19.5 if off else 20}, abs=0.4)
 
 
 def test_on_a_terminal_the_spinner_gives_way(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raydist.errors import TrainingStopped, UserError
-from raydist.spec.models import LossScaleSpec, PrecisionSpec
+from raydist.spec.training import LossScaleSpec, PrecisionSpec
 from raydist.worker.precision import Precision, refuse
 
 CPU = torch.device("cpu")

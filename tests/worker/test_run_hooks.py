@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from raydist.cluster.run.root_cause import _NEVER_HEALS
 from raydist.data.prepare import prepare
 from raydist.errors import HookFailed, SpecError
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec, parse
+from raydist.spec.running import HookSpec
 from raydist.worker.attempt import Job, MonitorChannel
 from raydist.worker.distributed import Rank
+from raydist.worker.hooks import HookFacts
 from raydist.worker.loop import train
+from raydist.worker.run_hooks import RunHooks
 from tests.training import run
 
 STEPS = 6
@@ -103,6 +107,18 @@ def test_one_that_changes_the_model_ends_the_run(
     hooks = [{"name": f"tests.ownhooks:{hook}", "ranks": "all", "on_error": "report"}]
     for _, _, ended in run(ranks, trained, 2, dataset, str(tmp_path), strategy, hooks):
         assert ended.startswith(f"hook tests.ownhooks:{hook}.on_eval has changed {what}")
+
+
+@pytest.mark.parametrize(
+    ("hook", "what"), [("LeavesGradient", "the gradient of weight"), ("Freezes", "whether weight is trained")]
+)
+def test_one_that_changes_the_next_step_ends_the_run(tmp_path: Path, hook: str, what: str) -> None:
+    """The weights are the same, but the next backward pass would add to its gradient, or the optimizer leave a parameter out."""
+    name, spec = f"tests.ownhooks:{hook}", parse({"data": {"source": "any"}, "train": {"steps": 1}})
+    facts = HookFacts(RunDir(tmp_path / "run"), spec, {}, 0, 1, 1, 0, nn.Linear(1, 1))
+    hooks = RunHooks([HookSpec(name=name, on_error="report")], lambda options: facts, True, print)
+    with pytest.raises(HookFailed, match=f"^hook {name}.on_eval has changed {what}"):
+        hooks.call("on_eval", 3, 1.0)
 
 
 def test_an_error_ends_the_run(ranks: Any, dataset: str, tmp_path: Path) -> None:

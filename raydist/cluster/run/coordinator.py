@@ -77,7 +77,7 @@ class Coordinator:
         self._group = self._size = 0
         self._agents: dict[int, _Agent] = {}
         self._order: dict[str, Any] = {"number": 0, "do": "wait"}
-        self._attempt, self._monitor = 0, None
+        self._attempt, self._monitor, self._begun = 0, None, 0.0
         self._nodes: set[str] = set()
         """With agents of the group, or of the attempt."""
         self._clear({})
@@ -110,7 +110,7 @@ class Coordinator:
         of the run's monitor, to which the agents forward the records of their ranks.
         """
         chosen = self._living()[:size]
-        self._attempt, self._monitor = attempt, monitor
+        self._attempt, self._monitor, self._begun = attempt, monitor, time.monotonic()
         if len(chosen) < size:
             self._clear({})
             why = next(agent.lost for agent in self._agents.values() if agent.lost is not None)
@@ -182,8 +182,8 @@ class Coordinator:
         verdict = judge({rank: RankView(**view) for rank, view in self._views.items()})
         if verdict.rank is None:
             return {}
-        silent = self._views[verdict.rank]["seconds"]
-        return {verdict.rank: {"hung": verdict.why, "sides": verdict.sides, "at": time.time(), "silent_s": silent}}
+        silent, now = self._views[verdict.rank]["seconds"], {"at": time.time(), "seen": time.monotonic()}
+        return {verdict.rank: {"hung": verdict.why, "sides": verdict.sides, "silent_s": silent, **now}}
 
     async def reports(self) -> dict[int, dict[str, Any]]:
         """The reports of the present attempt so far: see `Reports.kept`."""
@@ -216,7 +216,7 @@ class Coordinator:
 
     async def next(self, group: int, agent: int, seen: int, offer: Mapping[str, Any]) -> dict[str, Any]:
         """The first order after number `seen`. Its `do` is wait, train, kill, look or leave. "train" has the rank's environment,
-        `env`; an agent without a rank in the attempt gets "wait".
+        `env`, and the seconds since the attempt began, `waited_s`; an agent without a rank in the attempt gets "wait".
         """
         return (await self._orders({0: (group, agent, seen, offer)}, wait=True))[0]
 
@@ -311,7 +311,7 @@ class Coordinator:
             return {"number": order["number"], "do": "wait"}
         if order["do"] == "train":
             self._without_order.discard(agent)
-            return {**order, "env": {**order["env"], **self._ranks[agent]}}
+            return {**order, "env": {**order["env"], **self._ranks[agent]}, "waited_s": time.monotonic() - self._begun}
         over = order["do"] == "kill" and int(self._ranks[agent]["RANK"]) in self._reports.ended
         return None if over else order
 
@@ -335,7 +335,7 @@ class Coordinator:
         """Agents that have neither received the order to train nor reported."""
 
     def _report(self, rank: int, report: dict[str, Any]) -> None:
-        self._reports.add(rank, report)
+        self._reports.add(rank, {**report, "seen": time.monotonic()})
         self._without_order.discard(self._agent_of.get(rank, -1))
 
     def _lose(self, number: int, error: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ class DriverInjector:
         self._before = frozenset(faults.read_notes(run))
         # A fault may have killed the driver before this one, before that one could record it.
         self._recorded = {str(event.data["note"]) for event in read_events(run) if event.kind == "fault"}
+        self._recorded |= {name for name in self._before - self._recorded if faults.failed(run, name)}
 
     def look(self) -> None:
         """Records the faults since the last call, and injects those that are the driver's. From any thread."""
@@ -67,7 +68,8 @@ class DriverInjector:
                 else:
                     self._record(name, note)
                 if asked:
-                    self._run.storage.write(faults.done(name), json.dumps({"at": time.time()}).encode())
+                    done = {"at": time.time(), "failed": failed}
+                    self._run.storage.write(faults.done(name), json.dumps(done).encode())
 
     def say_what_is_missing(self) -> None:
         """Of a run that has finished: notes the faults that have not happened, as in a phase that their step does not have."""

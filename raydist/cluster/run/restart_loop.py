@@ -193,7 +193,7 @@ class RestartLoop:
             "faults": [fault.model_dump(mode="json") for fault in request.faults],
             "gpus": request.gpus,
             "begun": begun,
-            "incident": incident,
+            "incident": None if incident is None else {**incident, "next": begun},
             "before": dict(request.before(begun)) if incident is None and request.before else None,
             "memory_store": snapshot,
             "script": request.script,

@@ -167,7 +167,9 @@ class Group:
             return AttemptResult(None, reports[0]["outcome"])
         first = min((r for r in reports.values() if "outcome" not in r), key=lambda r: r["at"])
         node = None if failure.rank is None else places.get(failure.rank)
-        return AttemptResult(replace(failure, node=node), seen=first["at"], silent_s=first["silent_s"])
+        # By this process's clock, as all times that the driver notes: the coordinator is on this host.
+        seen = time.time() - max(time.monotonic() - first["seen"], 0.0)
+        return AttemptResult(replace(failure, node=node), seen=seen, silent_s=first["silent_s"])
 
     def retire(self, leaving: Collection[str]) -> None:
         """Ends the agents on those nodes. Not during an attempt."""

@@ -21,7 +21,7 @@ from raydist.cluster.run.request import Request
 from raydist.records import Event
 from raydist.run.log import read_events
 from raydist.spec import JobSpec
-from raydist.spec.models import LossSpec
+from raydist.spec.training import LossSpec
 
 
 class MicroBatches:

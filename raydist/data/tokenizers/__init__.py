@@ -30,7 +30,6 @@ by `to_bytes`. Text that spells a special token ("<|endoftext|>") is encoded as 
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -45,6 +44,7 @@ from raydist.data.tokenizers import bytes as _bytes
 from raydist.data.tokenizers._library import END, Library, TokenArray
 from raydist.errors import DataError, ExtensionNotFound
 from raydist.parsing import JSON_BYTES, read_file
+from raydist.paths import local_path
 from raydist.redact import redact
 from raydist.storage import Storage
 
@@ -146,7 +146,7 @@ def _bytes_of(name: str) -> bytes:
     """Of a tokenizer.json. Raises OSError."""
     if "://" not in name:
         try:
-            return read_file(os.path.expanduser(name), JSON_BYTES)
+            return read_file(local_path(name), JSON_BYTES)
         except ValueError as error:
             raise OSError(errno.EINVAL, str(error)) from None
     place = Storage(name)

@@ -12,7 +12,7 @@ the same methods. The monitor calls them in this order, all in one thread that o
                                            in between: so an exporter has to keep the data of one round only
     .close()                               once, at the end of the run
 
-The file may have `Options`, a pydantic model that validates the options; `given` makes one of them in `resolve`.
+The file may have `Options`, a pydantic model by which the job's options are validated before `resolve` gets them.
 
 If another method raises, the error is reported once, and the data of that call is lost. An exporter that raises or hangs does not
 affect the run or other exporters (raydist/observe/exporter_threads.py).
@@ -22,16 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import Any, ClassVar
 
 from raydist import registry
 from raydist.errors import UserError
 from raydist.run.directory import RunDir
 from raydist.spec.models import flatten
 
-Options = TypeVar("Options", bound=BaseModel)
 OF_STEPS = (
     "loss",
     "lr",
@@ -107,22 +104,6 @@ class BaseExporter:
 
     def close(self) -> None:
         """The last flush, at the end."""
-
-
-def given(model: type[Options], options: Mapping[str, Any]) -> Options:
-    """The options of an exporter. Raises UserError for the first one that is unknown or has a wrong value."""
-    try:
-        return model.model_validate(dict(options))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            known = list(model.model_fields)
-            hint = registry.did_you_mean(name, known) if known else "it has none"
-            raise UserError(f'unknown option "{name}"', hint) from None
-        raise UserError(
-            f"{name}: {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}", "see docs/how-to/exporters.md"
-        ) from None
 
 
 def resolve(chosen: Iterable[Mapping[str, Any]], run: RunDir) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import Field
 
 from raydist.errors import UserError
-from raydist.observe.exporters import BaseExporter, Facts, given
+from raydist.observe.exporters import BaseExporter, Facts
+from raydist.paths import local_path
 from raydist.run.directory import RunDir
 from raydist.run.log import plain
 from raydist.spec.parts import Part
@@ -46,15 +47,13 @@ class Exporter(BaseExporter):
     @staticmethod
     def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
         """`path`, absolute. Raises UserError if the run is on an object store, where files cannot grow, and no path is given."""
-        path = given(Options, options).path
+        path = Options(**options).path
         if path is None and run.storage.local is None:
             raise UserError(
                 f"a file on {run.uri.partition('://')[0]}:// cannot grow line by line",
                 "give options: {path: FILE}, on this host",
             )
-        return {
-            "path": str(Path(os.path.expanduser(path)).absolute() if path else Path(run.storage.path(FILE)).absolute())
-        }
+        return {"path": str(local_path(path).absolute() if path else Path(run.storage.path(FILE)).absolute())}
 
     def attempt(self, number: int, resume_step: int, at: float) -> None:
         """Lines of steps after `resume_step` that were written before this line are void."""

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import Field
 
 from raydist.errors import UserError
-from raydist.observe.exporters import BaseExporter, Facts, curves, given
+from raydist.observe.exporters import BaseExporter, Facts, curves
 from raydist.parsing import parse_json
 from raydist.redact import redact
 from raydist.run.directory import RunDir
@@ -60,7 +60,7 @@ class Exporter(BaseExporter):
     @staticmethod
     def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
         """The options with `uri` and `experiment` set. Raises UserError if mlflow is missing, or no server is named."""
-        asked = given(Options, options)
+        asked = Options(**options)
         if find_spec("mlflow") is None:
             raise UserError("mlflow is not installed", 'pip install "raydist[mlflow]"')
         uri = asked.uri or os.environ.get("MLFLOW_TRACKING_URI")

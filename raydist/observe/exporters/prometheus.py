@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from raydist.observe.exporters import BaseExporter, Facts, given
-from raydist.run.directory import RunDir
+from raydist.observe.exporters import BaseExporter, Facts
 from raydist.run.telemetry_schema import OPS, PHASES
 from raydist.spec.parts import Part
 
@@ -84,12 +83,6 @@ class Exporter(BaseExporter):
         self._run_gauges: dict[str, tuple[float, dict[str, str]]] = {}
         """Gauge of the whole run -> its newest value and labels."""
         facts.note(_where())
-
-    @staticmethod
-    def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
-        """`port`: port on which a private Ray serves its metrics; default: any free port."""
-        given(Options, options)
-        return dict(options)
 
     def steps(self, rows: Sequence[Mapping[str, Any]], at: float) -> None:
         """The newest step, loss, learning rate and gradient norm; tokens; over these rows the mean step time, and MFU."""

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
-from raydist.observe.exporters import BaseExporter, Facts, curves, given
-from raydist.run.directory import TENSORBOARD, RunDir
+from raydist.observe.exporters import BaseExporter, Facts, curves
+from raydist.run.directory import TENSORBOARD
 from raydist.spec.parts import Part
 from raydist.storage import opener, refused
 
@@ -60,12 +60,6 @@ class Exporter(BaseExporter):
         self._uploaded_at = 0.0
         self._done: list[tuple[str, int, bytes]] = []
         self._open()
-
-    @staticmethod
-    def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
-        """It has no options."""
-        given(Options, options)
-        return {}
 
     def attempt(self, number: int, resume_step: int, at: float) -> None:
         """Points of steps after `resume_step` are void. `at`, here and below: Unix time of the points."""

@@ -19,8 +19,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from raydist.errors import UserError
-from raydist.observe.exporters import BaseExporter, Facts, curves, given
+from raydist.observe.exporters import BaseExporter, Facts, curves
 from raydist.parsing import parse_json
+from raydist.paths import local_path
 from raydist.redact import redact
 from raydist.run.directory import RunDir
 from raydist.spec.parts import Part
@@ -96,7 +97,7 @@ class Exporter(BaseExporter):
     @staticmethod
     def resolve(options: Mapping[str, Any], run: RunDir) -> dict[str, Any]:
         """The options, complete. Raises UserError if wandb is missing, or has no place for its files."""
-        asked = given(Options, options)
+        asked = Options(**options)
         if find_spec("wandb") is None:
             raise UserError("wandb is not installed", 'pip install "raydist[wandb]"')
         if asked.dir is None and run.storage.local is None:
@@ -104,7 +105,7 @@ class Exporter(BaseExporter):
                 f"wandb cannot keep its files on {run.uri.partition('://')[0]}://",
                 "give options: {dir: FOLDER}, on this host",
             )
-        folder = Path(os.path.expanduser(asked.dir)) if asked.dir else Path(run.storage.path(""))
+        folder = local_path(asked.dir) if asked.dir else Path(run.storage.path(""))
         mode = asked.mode or ("offline" if os.environ.get("WANDB_MODE") == "offline" else "online")
         url = asked.url or os.environ.get("WANDB_BASE_URL")
         chosen = {"project": asked.project or PROJECT, "mode": mode, "url": url, "dir": str(folder.absolute())}

@@ -6,7 +6,7 @@ Runs anywhere. A rule reads fields and puts others. It runs once, whichever of i
 from __future__ import annotations
 
 from raydist.spec.deepspeed.reading import Reading
-from raydist.spec.models import OptimSpec, TrainSpec
+from raydist.spec.training import OptimSpec, TrainSpec
 
 TOTAL, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 

@@ -10,7 +10,7 @@ import difflib
 from typing import Any
 
 from raydist.spec.deepspeed.reading import Reading
-from raydist.spec.models import OptimSpec, ScheduleSpec
+from raydist.spec.training import OptimSpec, ScheduleSpec
 
 PARAMS = "optimizer.params"
 ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}

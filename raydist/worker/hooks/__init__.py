@@ -6,8 +6,9 @@ A hook's file (or the user's `package.module:attribute`) has a class `Hook`: a `
 is made once in each attempt of the run, after the state is loaded. Training waits for each call, so a hook must be quick: what may
 take long belongs in a thread of its own, or in an exporter (raydist/observe/exporters).
 
-A hook reads, and changes nothing: raydist compares a checksum of the weights, and the modules' modes, before and after each call,
-and a hook that has changed them ends the run, whatever `on_error` says. Random numbers that a hook draws change nothing, because
+A hook reads, and changes nothing: raydist compares a checksum of the weights and gradients, and the modules' modes, before and
+after each call, and a hook that has changed them ends the run, whatever `on_error` says. So a backward pass of its own must leave
+no gradient: torch.autograd.grad does not. Random numbers that a hook draws change nothing, because
 passes are seeded by their step.
 """
 

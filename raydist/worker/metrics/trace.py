@@ -21,7 +21,6 @@ import gzip
 import json
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from raydist.ipc.heartbeat import Heartbeat
+from raydist.private_files import temporary_folder
 from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.run.requests import part_name
@@ -272,8 +272,8 @@ class Tracer:
     def _write(self, trace: _Trace) -> None:
         """In its own thread, because storage may be slow."""
         try:
-            with tempfile.TemporaryDirectory(prefix="raydist-trace-") as folder:
-                path = Path(folder) / "trace.json"
+            with temporary_folder() as folder:
+                path = folder / "trace.json"
                 trace.profile.export_chrome_trace(str(path))
                 data = gzip.compress(path.read_bytes(), compresslevel=6)
             name = part_name(trace.number, self._attempt, self._rank.rank, self._rank.world_size)

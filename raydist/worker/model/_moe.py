@@ -143,7 +143,7 @@ class MixtureOfExperts(nn.Module):
             y_ND = y_ND + shared_ND
         if self.shape.balance and self.training and self.real:
             balance = self.shape.balance * self._imbalance(scores_NE.view(*x_BTD.shape[:2], -1), counted_BT)
-            y_ND = _AddLoss.apply(y_ND, balance, self.loss_factor)  # type: ignore[no-untyped-call]
+            y_ND = _add_loss(y_ND, balance, self.loss_factor)
         return y_ND.view_as(x_BTD)
 
     def _not_padding(self, x_BTD: Tensor) -> Tensor | None:
@@ -248,6 +248,12 @@ class _Gather(torch.autograd.Function):
         scaled_NK = weights_NK if ctx.factor == 1.0 else weights_NK * ctx.factor
         grad_RD = (grad_ND[:, None] * scaled_NK[..., None]).flatten(0, 1)[order_R]
         return grad_RD.to(by_token_NKD.dtype), grad_NK, None, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # in a graph `loss` would get no gradient (torch 2.13)
+def _add_loss(x: Tensor, loss: Tensor, factor: float) -> Tensor:
+    made: Tensor = _AddLoss.apply(x, loss, factor)  # type: ignore[no-untyped-call]
+    return made
 
 
 class _AddLoss(torch.autograd.Function):

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
@@ -24,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from raydist.checkpoint.huggingface import weight_files
 from raydist.errors import UserError
 from raydist.parsing import DAMAGED, JOB_BYTES, parse_json, read_file
+from raydist.paths import local_path
 from raydist.spec import transformers_source
 from raydist.spec.huggingface import reading
 from raydist.spec.parts import Part, problem
@@ -97,7 +96,7 @@ def values(spec: ModelSpec) -> dict[str, Any] | None:
     field = "options.weights" if options.config is None else "options.config"
     if "://" in config:
         return None
-    path = Path(os.path.expanduser(config))
+    path = local_path(config)
     path = path / "config.json" if path.is_dir() else path
     try:
         data = read_file(path, JOB_BYTES)

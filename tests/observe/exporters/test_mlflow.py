@@ -94,5 +94,3 @@ def test_no_server_is_named(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "uri" in caught.value.hint
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://h:5000")
     assert Exporter.resolve({}, run)["uri"] == "http://h:5000"
-    with pytest.raises(UserError, match="tags: "):
-        Exporter.resolve({"tags": "blue"}, run)

@@ -356,9 +356,12 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path, datasets):
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, datasets, monkeypatch):
-    """The folder appears with its last file or not at all, and no temporary files remain."""
+    """The folder appears with its last file or not at all, and no temporary files remain. Where no folder can be, that is said."""
     run, dataset = RunDir(tmp_path / "run"), datasets["bytes"]
     trained(run, job(dataset), dataset)
+    for place in (Path("/proc/x"), Path(dataset.uri) / "index.json" / "x"):
+        with pytest.raises(UsageError, match="no folder can be made there"):
+            export(run, None, place)
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")

@@ -13,6 +13,7 @@ from raydist.errors import SpecError
 from raydist.spec import ModelSpec
 from raydist.spec.experts import Experts
 from raydist.spec.load import parse
+from raydist.worker.distributed import Rank
 from raydist.worker.model import mixtral, qwen_moe
 from raydist.worker.model._moe import MixtureOfExperts
 
@@ -69,6 +70,26 @@ def test_compiled_experts_compute_the_same() -> None:
         found.append([out.detach(), *torch.autograd.grad((out**2).sum(), [*experts.parameters()])])
     torch._dynamo.reset()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def plain_and_compiled(rank: Rank) -> list[list[Tensor]]:
+    """The output of a layer, its gradients, and its loads, as it is and compiled."""
+    found = []
+    for compiled in (False, True):
+        made, x_BTD = layer(SHAPE), torch.randn(B, T, D, generator=torch.Generator().manual_seed(1))
+        made.loss_factor, made.records = 2.0, True
+        out = (torch.compile(made.forward) if compiled else made.forward)(x_BTD)
+        found.append([out.detach(), *torch.autograd.grad((out**2).sum(), [*made.parameters()]), made.loads])
+    return found
+
+
+def test_a_compiled_layer_computes_the_same(ranks: Any) -> None:
+    """Router, balance loss and loads by kernels of torch.compile. In a rank's process, as its warnings fail this one."""
+    ((plain, compiled),) = ranks.run(plain_and_compiled, 1)
+    assert torch.equal(plain[-1], compiled[-1])
+    assert plain[-1].sum() == B * T * SHAPE.chosen
+    for one, other in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
 
 
 def test_a_masked_batch_has_neither_loads_nor_a_balance_loss() -> None:

@@ -25,7 +25,7 @@ from raydist import registry
 from raydist.errors import StorageError, UserError
 from raydist.run.directory import RunDir
 from raydist.spec import JobSpec, OptimSpec
-from raydist.spec.models import OffloadSpec
+from raydist.spec.running import OffloadSpec
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.save import Saver
 from raydist.worker.checkpoint.state_dict import TrainState
@@ -616,7 +616,7 @@ def test_closed_in_every_way(way: str, tmp_path: Path) -> None:
 CHILD = """
 import sys, torch
 from torch import nn
-from raydist.spec.models import OffloadSpec
+from raydist.spec.running import OffloadSpec
 from raydist.worker.optim.offload import swapfile
 from raydist.worker.optim.offload.adamw import OffloadedAdamW
 torch.set_num_threads(1)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from raydist.spec.models import OffloadSpec
+from raydist.spec.running import OffloadSpec
 from raydist.worker.optim.offload import adamw
 from raydist.worker.optim.offload.adamw import OffloadedAdamW
 

@@ -15,6 +15,7 @@ Shape suffixes: P parts, r rows of a part, c columns, k rank.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -92,10 +93,7 @@ class Compressor(Sums):
 
 
 def _sides(shape: Sequence[int]) -> tuple[int, int]:
-    columns = 1
-    for size in shape[1:]:
-        columns *= size
-    return shape[0], columns
+    return shape[0], math.prod(shape[1:])
 
 
 def _added(tensors: Sequence[Tensor], add_up: Callable[[Tensor], None]) -> list[Tensor]:

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from raydist.errors import StorageError, UserError
-from raydist.spec.models import OffloadSpec, OptimSpec
+from raydist.spec.running import OffloadSpec
+from raydist.spec.training import OptimSpec
 from raydist.worker.optim.aligned import Row, fused_adamw, whole_vectors
 from raydist.worker.optim.offload.hostcopy import HostCopy
 from raydist.worker.optim.offload.layout import Layout
