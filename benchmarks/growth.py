@@ -4,7 +4,7 @@ A process counts from its own start: its first WARM_UP minutes are left out, in 
 
 - `growth`, inside of processes: the slope between any two samples of one process that are APART or more; the median over all such
   pairs of all processes of a role that were observed for LEAST minutes. In less, what a process takes once and keeps looks like
-  growth: a rank takes 5 to 10 MiB at once in its second minute or in its fifth, also without a fault.
+  growth: the end of glibc's heap is in pages of 2 MiB, and a rank takes 2 to 10 MiB at once in its first five minutes.
 - `inherited`, from one process to the next: what a process has at the same AGE, against the time at which it was started; the
   median of the slopes between any two processes. It shows what each start takes over from the one before. With fewer than STARTS
   processes there is none.

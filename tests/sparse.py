@@ -26,6 +26,7 @@ class Options(Part):
     experts: int = Field(8, description="Of a layer.")
     balance: float = Field(0.0, description="Factor of the balance loss.")
     bias_rate: float = Field(0.0, description="Of the router's bias.")
+    frozen: bool = Field(False, description="Every second parameter is not trained.")
     skew: float = Field(0.0, description="First bias of the first two experts: others get few rows, or none.")
 
 
@@ -59,7 +60,10 @@ def build(spec: ModelSpec, vocab_size: int) -> Sparse:
             block.mlp = MixtureOfExperts(spec.width, shape)
         return Sparse(spec, vocab_size, blocks, eps=dense.eps, rotary=dense.head)
 
-    return built(make)
+    model = built(make)
+    for p in [*model.parameters()][::2] if options.frozen else ():
+        p.requires_grad_(False)
+    return model
 
 
 build.takes_meta = True  # type: ignore[attr-defined]

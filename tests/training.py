@@ -33,6 +33,7 @@ from raydist.worker.dataloader import own_tokens, to_device
 from raydist.worker.distributed import Rank
 from raydist.worker.expert_loads import ExpertLoads
 from raydist.worker.forward_seeds import ForwardSeeds
+from raydist.worker.lora import frozen_shards
 from raydist.worker.loss import build as build_loss
 from raydist.worker.loss import call_model
 from raydist.worker.mesh import Mesh
@@ -197,7 +198,11 @@ class Trainer:
             self.strategy.on_final = told if self.split is None else self.split.final(told)
         self.loads = ExpertLoads(parts_of(self.model), rank, 1, None)
         self.before_update: Callable[[], object] = lambda: None
-        self.parameters = gather_parameters(shards, rank)
+        self.frozen = frozen_shards(self.model)
+        if self.split is not None:
+            self.split.place(self.frozen)
+        likes = {name: shard.local if shard.like is None else shard.like for name, shard in self.frozen.items()}
+        self.parameters = gather_parameters(shards, rank, likes)
         self.outer = Outer(spec.comm, self.replica, shards, spec.train.total(1)) if self.replica else None
         self.compression = Compression(self.strategy.reducers(), self.precision, rank) if spec.comm.compresses else None
         self.step = TrainStep(

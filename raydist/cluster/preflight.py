@@ -131,6 +131,9 @@ def check_resources(spec: JobSpec, resources: Sequence[Mapping[str, float]]) -> 
     asked = f"{cluster.least} workers of {nodes.amount(each)}"
     available = f"{len(resources)} node{'s' if len(resources) != 1 else ''} with {nodes.amount(total)} in all"
     remedy = f"set cluster.workers: {fits}" if fits else "reduce the resources per worker in cluster:"
+    share = math.floor(10 * total["CPU"] / cluster.least) / 10
+    if fits and share and len(resources) == 1 and all(name == "CPU" or not need for name, need in each.items()):
+        remedy += f", or let them share CPUs, cluster.cpus_per_worker: {share:g}"
     if spec.parallel.together > 1:
         asked += f", each {spec.parallel.together} on one node (parallel.tensor)"
     return [f"the job asks for {asked}, the cluster has {available}: {fits} would fit; {remedy}, or add nodes"]

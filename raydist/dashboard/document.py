@@ -27,10 +27,10 @@ form.view{display:flex;flex-wrap:wrap;gap:10px 14px;align-items:end;margin-top:1
 form.view label{display:grid;gap:2px;color:var(--quiet);flex:0 1 auto}
 input,select,button{font:inherit;font-size:14px;color:var(--ink);background:var(--sheet);border:1px solid var(--quiet);
 border-radius:5px;padding:4px 8px;max-width:100%}
-input[type=number]{width:104px}button{cursor:pointer;padding:4px 14px}
+form.view :is(input,select,button){height:32px}input[type=number]{width:104px}button{cursor:pointer;padding:4px 14px}
 .actions button{margin-right:10px}
 .skip{position:absolute;left:-9999px}.skip:focus{left:8px;top:8px;background:var(--sheet);padding:6px 10px;z-index:10}
-td .status{margin-left:0}tr[hidden]{display:none}
+td .status{margin-left:0;vertical-align:baseline}tr[hidden]{display:none}
 pre.log{max-height:360px;white-space:pre-wrap;overflow-wrap:anywhere}
 ul.findings{padding-left:18px;margin:0}ul.findings li{margin-bottom:10px}ul.findings p{margin:0}
 @media (max-width:640px){nav{padding:10px 10px 0}}

@@ -97,7 +97,7 @@ def slowness(readings: Readings, last_step: int) -> Grid | None:
 
 
 def shares(readings: Readings, start: float, end: float) -> dict[str, Grid] | None:
-    """Share of each of SHARES in the ranks' time, over seconds since `start`. None without two readings of a rank.
+    """Share of each of SHARES in the ranks' time, over seconds since `start`. None if no cell is known.
 
     A cell is known if readings cover at least half of it.
     """
@@ -117,6 +117,8 @@ def shares(readings: Readings, start: float, end: float) -> dict[str, Grid] | No
             seconds = track.counter(name)
             spent[name][track.rank] += np.interp(hi, at, seconds) - np.interp(lo, at, seconds)
     known = covered >= (edges[1] - edges[0]) / 2
+    if not known.any():
+        return None
     share = {
         name: np.clip(np.divide(one, covered, where=known, out=np.full_like(one, np.nan)), 0.0, 1.0)
         for name, one in spent.items()

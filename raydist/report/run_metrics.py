@@ -152,7 +152,7 @@ def _versions(run: RunDir, events: Sequence[Event]) -> dict[str, str]:
         if workers and name in workers[0]:
             found[name] = str(workers[0][name])
     newest = manifest.read_newest(run)
-    return {**(newest.versions if newest else {}), **found}
+    return {**found, **(newest.versions if newest else {}), **found}  # first what a reader looks for
 
 
 def _evals(events: Sequence[Event], last: int) -> dict[int, float]:

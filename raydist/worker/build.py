@@ -161,13 +161,11 @@ def _with_buckets(
     parallel = spec.parallel
     if parallel.bucket_mb != "auto" or not buckets(parallel.strategy) or rank.world_size == 1 or spec.comm.every:
         return spec
-    if parallel.replica > 1:
-        axis = next(axis for axis in ("tensor", "context", "pipeline") if getattr(parallel, axis) > 1)
-        why = f"torch's: with parallel.{axis} there are no trial passes"
-        say(f"parallel.bucket_mb: auto: {why}")
-        return spec
     from raydist.worker.comm.buckets import choose
 
+    if why := choose.untried(spec):
+        say(f"parallel.bucket_mb: auto: {why}")
+        return spec
     chosen = choose.settle(spec, rank, run, vocab_size, build, example)
     say(f"parallel.bucket_mb: auto: {chosen.because}")
     return spec.with_fields({"parallel.bucket_mb": chosen.bucket_mb})

@@ -28,6 +28,13 @@ def job(**cluster: Any) -> JobSpec:
     [
         ({"workers": 2}, [{"CPU": 2.0}], None),
         ({"workers": 3}, [{"CPU": 2.0}], "3 workers of 1 CPU, the cluster has 1 node with 2 CPUs in all: 2 would fit"),
+        (
+            {"workers": 3},
+            [{"CPU": 2.0}],
+            "workers: 2, or let them share CPUs, cluster.cpus_per_worker: 0.6, or add nodes",
+        ),
+        ({"workers": 3, "cpus_per_worker": 0.6}, [{"CPU": 2.0}], None),
+        ({"workers": 3, "resources": {"custom": {"disk": 1}}}, [{"CPU": 2.0, "disk": 9.0}], "workers: 2, or add nodes"),
         # 8 CPUs in total, but no node has room for two workers of 3.
         ({"workers": 3, "cpus_per_worker": 3}, [{"CPU": 4.0}, {"CPU": 4.0}], "2 nodes with 8 CPUs in all: 2 would fit"),
         ({"workers": 2, "cpus_per_worker": 0.5}, [{"CPU": 1.0}], None),

@@ -57,7 +57,7 @@ def whole(tensors: dict[str, torch.Tensor], rank: Rank) -> Whole:
 def saved(rank: Rank, spec: JobSpec, folder: str) -> tuple[Whole, float]:
     """Two steps, a checkpoint, a third step: the state in the checkpoint, and the third step's loss."""
     trainer = Trainer(rank, spec, full=N * CONTEXT)
-    state = TrainState(trainer.model, trainer.optimizer, trainer.shards)
+    state = TrainState(trainer.model, trainer.optimizer, trainer.shards, trainer.frozen)
     for number in (1, 2):
         step(trainer, number)
     saver = Saver(
@@ -86,9 +86,11 @@ def loaded(rank: Rank, loads: list[tuple[JobSpec, list[str]]]) -> list[list[tupl
 
 
 def load(trainer: Trainer, folder: RunDir) -> tuple[Whole, float]:
-    rank, state = trainer.rank, TrainState(trainer.model, trainer.optimizer, trainer.shards)
+    rank, state = trainer.rank, TrainState(trainer.model, trainer.optimizer, trainer.shards, trainer.frozen)
     manifest = restore.choose(folder, rank=rank.rank, world_size=rank.world_size, group=rank.control)
     assert manifest is not None
+    for shard in trainer.frozen.values():
+        shard.local.add_(1)  # which no step changes
     tensors, rank_tensors, _ = state.capture()
     restore.load(folder, manifest, tensors, rank_tensors, group=rank.control)
     state.restore(tensors, None, manifest.plain)
@@ -189,12 +191,12 @@ WHICH_SAVE = [
 ]
 
 
-def sparse(*meshes: tuple[str, dict[str, int], int]) -> Meshes:
+def sparse(*meshes: tuple[str, dict[str, int], int], **options: Any) -> Meshes:
     """Jobs of the model with experts."""
-    found = []
+    found, model = [], {**SPARSE, "options": {**SPARSE["options"], **options}}
     for strategy, fields, world in meshes:
         others = {k: v for k, v in fields.items() if k != "tensor"}
-        found.append((mesh_job(strategy, fields.get("tensor", 1), SPARSE, others), world))
+        found.append((mesh_job(strategy, fields.get("tensor", 1), model, others), world))
     return found
 
 
@@ -202,3 +204,10 @@ def test_experts_and_context_go_on_at_every_mesh(ranks: Any, tmp_path: Path) -> 
     """Experts on two or four ranks or on one, sequences on one or two; the routers' biases are in the checkpoint."""
     for expected in check(ranks, tmp_path, sparse(*WHICH_SAVE), sparse(*WITH_EXPERTS)):
         assert expected["model/blocks.1.mlp.router.bias"].any()
+
+
+def test_frozen_parameters_are_in_a_checkpoint_of_every_mesh(ranks: Any, tmp_path: Path) -> None:
+    """Also those that layers split, whose parts a stage has, or that a strategy splits."""
+    check(
+        ranks, tmp_path, sparse(*WHICH_SAVE[:3], frozen=True), sparse(*WITH_EXPERTS[::3], WITH_EXPERTS[4], frozen=True)
+    )

@@ -296,12 +296,13 @@ def close(got: Gradients, right: Gradients, name: str, what: str) -> None:
     assert off <= (of_all // 100 if name != "powersgd" else 0), f"{what}: {off} of {of_all} numbers differ"
 
 
-def trained_twice(rank: Rank, spec: JobSpec, tensor: int, pipeline: int) -> Any:
+def trained_twice(rank: Rank, spec: JobSpec) -> Any:
     """Reports of five steps as in test_strategies, and hashes of what replicas have alike; with fp32's counters."""
     trainer = Trainer(rank, spec, full=N * CONTEXT)
     reports = []
     for s in range(1, 6):
-        batches = mine(rank, *samples(N, seed=s), MICRO, tensor, pipeline)
+        mesh = spec.parallel
+        batches = mine(rank, *samples(N, seed=s), MICRO, mesh.tensor, mesh.pipeline, mesh.context)
         gradients: Gradients = {}
         trainer.before_update = partial(lambda into, of: into.update(of.whole(grad=True)), gradients, trainer)
         reports.append(trainer.step(s, batches, counted(batches), 1e-2, want_stop=False))
@@ -312,32 +313,41 @@ def trained_twice(rank: Rank, spec: JobSpec, tensor: int, pipeline: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "tensor", "pipeline"), [("ddp", 2, 1), ("zero1", 2, 1), ("ddp", 1, 2), ("zero2", 1, 2)]
+    ("strategy", "axis"),
+    [
+        *(("ddp", axis) for axis in ("tensor", "pipeline", "context")),
+        ("zero1", "tensor"),
+        *(("zero2", axis) for axis in ("pipeline", "context")),
+    ],
 )
-def test_along_the_data_axis_of_a_mesh(ranks: Any, strategy: str, tensor: int, pipeline: int) -> None:
-    """dp 2 x tensor 2 and dp 2 x pipeline 2. topk that sends all has the numbers of one process, in float32's tolerance; int8 its
-    losses within 1e-2, and replicas keep the same bits."""
+def test_along_the_data_axis_of_a_mesh(ranks: Any, strategy: str, axis: str) -> None:
+    """dp 2 x tensor 2, dp 2 x pipeline 2 and dp 2 x context 2. topk that sends all has the numbers of one process, in float32's
+    tolerance; int8 its losses within 1e-2, and replicas keep the same bits. PowerSGD depends on the sum of the gradients alone, so
+    in ddp it gives those of four ranks without a mesh."""
     model = {**MODEL, "tie_embeddings": True, "hidden": 32}
-    parallel = {"pipeline": pipeline}
 
-    def on_four(name: str, **more: Any) -> list[Any]:
-        made = mesh_job(strategy, tensor, {**model, "vocab_size": 16}, parallel, comm=comm(name, **more))
-        return run(ranks, trained_twice, 4, made, tensor, pipeline)
+    def on_four(name: str, mesh: dict[str, int], **more: Any) -> list[Any]:
+        made = mesh_job(strategy, 1, {**model, "vocab_size": 16}, mesh, comm=comm(name, **more))
+        return run(ranks, trained_twice, 4, made)
 
-    one = run(ranks, trained_twice, 1, job("ddp", {**model, "vocab_size": 16}), 1, 1)[0]
-    for reports, gradients, weights, *_ in on_four("topk", options={"ratio": 1.0}):
+    one = run(ranks, trained_twice, 1, job("ddp", {**model, "vocab_size": 16}))[0]
+    for reports, gradients, weights, *_ in on_four("topk", {axis: 2}, options={"ratio": 1.0}):
         assert [r.loss for r in reports] == pytest.approx([r.loss for r in one[0]], rel=1e-5)
         assert [r.grad_norm for r in reports] == pytest.approx([r.grad_norm for r in one[0]], rel=1e-4)
         for n, right in one[1].items():
             torch.testing.assert_close(gradients[n], right, rtol=1e-4, atol=5e-6)
             torch.testing.assert_close(weights[n], one[2][n], rtol=1e-4, atol=5e-6)
-    every = on_four("int8")
+    every = on_four("int8", {axis: 2})
     for reports, *_ in every:
         assert [r.loss for r in reports] == pytest.approx([r.loss for r in one[0]], rel=1e-2)
     for *_, local, (stage, _, _, part) in every:
         for *_, other, (its_stage, _, _, its_part) in every:
             if (stage, part) == (its_stage, its_part):
                 assert all(torch.equal(local[n], other[n]) for n in local)
+    if (strategy, axis) == ("ddp", "context"):
+        (_, right, *_), *_ = on_four("powersgd", {})
+        for _, gradients, *_ in on_four("powersgd", {axis: 2}):
+            close(gradients, right, "powersgd", "PowerSGD on parts of sequences")
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def test_the_exporter_keeps_its_contract(tmp_path: Path) -> None:
     name = named("exporter")
     path = tmp_path / "losses.csv"
     test_exporters.test_a_run_that_is_gone_on_with(tmp_path, lambda name: {"path": str(path)}, name)
-    test_exporters.test_an_unknown_option_is_refused(tmp_path, name, "pth")
+    test_exporters.test_an_unknown_option_is_refused(name)
     test_exporters.test_has_the_contract_s_methods(name)
     assert resolve([{"name": name, "options": {}}], RunDir(tmp_path / "run"))[0]["options"]["path"].endswith(
         "losses.csv"

@@ -1,21 +1,30 @@
-"""The table of docs/how-to/mesh.md, of what goes together with each axis of a mesh, follows the validations of the spec."""
+"""The table of docs/how-to/mesh.md, of what goes together with each axis of a mesh, follows the validations of the spec; and some
+of its cells that no test of an axis has: optimizers, parameters that are not trained, and whole models compiled."""
 
 from __future__ import annotations
 
 import re
-from functools import reduce
+from dataclasses import replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 import yaml
 from pydantic import ValidationError
 
 from raydist import registry
+from raydist.run.directory import RunDir
 from raydist.spec import JobSpec
 from raydist.spec.running import OffloadSpec
 from raydist.spec.training import PrecisionSpec, TrainSpec
+from raydist.worker import build
+from raydist.worker.distributed import Rank
 from raydist.worker.metrics.gradient_noise_scale import NOT_MEASURED
+from tests.contracts.test_context import SPARSE, WIDE, train
+from tests.contracts.test_tensor import Result, compare
+from tests.training import alone, job, mesh_job, run
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/mesh.md"
 AXES = ("tensor", "pipeline", "expert", "context")
@@ -69,7 +78,7 @@ def refused(field: str, axis: str) -> bool:
 @pytest.mark.parametrize("field", [row for row in TABLE if ": " in row])
 def test_a_row_says_what_is_refused(field: str) -> None:
     """For each axis."""
-    assert set(TABLE[field]) <= {"works", "allowed", "note", "refused"}
+    assert set(TABLE[field]) <= {"works", "note", "refused"}
     assert [refused(field, axis) for axis in AXES] == [cell == "refused" for cell in TABLE[field]]
 
 
@@ -95,3 +104,63 @@ def test_where_the_noise_is_not_measured() -> None:
     """The run says so with the same axes."""
     row = TABLE["observe.grad_noise: 10"]
     assert {axis for axis, cell in zip(AXES, row, strict=True) if cell == "note"} == NOT_MEASURED.keys()
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_where_buckets_are_not_measured(axis: str) -> None:
+    """A rank has no passes of its own to try: the run says so, and sends nothing."""
+    said: list[str] = []
+    spec = mesh_job("ddp", 1, WIDE, {axis: 2, "bucket_mb": "auto"})
+    made = build.settled(
+        spec, replace(alone(), world_size=4), RunDir("/nowhere"), 13, lambda *_: pytest.fail("a pass"), said.append, print
+    )  # fmt: skip
+    assert said == [
+        f"parallel.bucket_mb: auto: torch's: with parallel.{axis} there are no trial passes, which are of the whole model"
+    ]
+    assert made == spec
+    assert TABLE["parallel.bucket_mb: auto"][AXES.index(axis)] == "note"
+
+
+SGD, ADAFACTOR = ({"optim": {"name": name, "lr": 1e-2, "clip": 0.5}} for name in ("sgd", "adafactor"))
+FROZEN = {**SPARSE, "options": {**SPARSE["options"], "frozen": True}, "tie_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axis", "world", "model", "sections"),
+    [
+        ("zero2", "tensor", 4, WIDE, SGD),
+        ("ddp", "expert", 2, SPARSE, SGD),
+        ("zero1", "context", 2, WIDE, SGD),
+        ("ddp", "context", 2, WIDE, ADAFACTOR),
+        ("ddp", "tensor", 2, FROZEN, {}),
+        ("zero2", "pipeline", 4, FROZEN, {}),
+        ("zero3", "expert", 2, FROZEN, {}),
+        ("zero3", "context", 2, FROZEN, {}),
+    ],
+)
+def test_numbers_are_those_of_one_process(
+    ranks: Any, strategy: str, axis: str, world: int, model: dict[str, Any], sections: dict[str, Any]
+) -> None:
+    """With these optimizers; and where every second parameter is not trained: the others alone have gradients."""
+    right = train(alone(), job("ddp", model, **sections))
+    for got in run(ranks, train, world, mesh_job(strategy, 1, model, {axis: 2}, **sections)):
+        compare(got, right)
+
+
+def traced(rank: Rank, spec: JobSpec) -> Result:
+    """`train`, with what torch.compile traces run as it is: code for it takes seconds to make, and compiled blocks have such."""
+    compiled = torch.compile
+    torch.compile = partial(compiled, backend="eager")  # type: ignore[assignment]
+    try:
+        return train(rank, spec, 8)  # equal micro-batches: each shape is traced
+    finally:
+        torch.compile = compiled
+
+
+@pytest.mark.parametrize("axis", ["tensor", "expert", "context"])
+def test_a_whole_model_is_traced(ranks: Any, axis: str) -> None:
+    """Graphs end at what ranks send."""
+    model = {**SPARSE, "layers": 2} if axis == "expert" else {**WIDE, "layers": 1}
+    right = train(alone(), job("ddp", model), 8)
+    for got in run(ranks, traced, 2, mesh_job("ddp", 1, model, {axis: 2}, train={"compile": True})):
+        compare(got, right)

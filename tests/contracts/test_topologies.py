@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,27 +54,30 @@ BUCKET = {"strategy": "ddp", "bucket_mb": 0.002}
 Gradients = dict[str, torch.Tensor]
 
 
-def stepped(rank: Rank, ways: list[str], per_node: int, tensor: int = 1, reduce: str = "fp32") -> Any:
+def stepped(rank: Rank, ways: list[str], per_node: int, mesh: Mapping[str, int] = {}, reduce: str = "fp32") -> Any:
     """Of each way: the gradients of each step, a hash of the weights after them, and the collectives. So many ranks a node."""
     rank = replace(rank, node_ip=f"node {rank.rank // per_node}")
+    tensor, pipeline, context = (mesh.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
     found = {}
     for way in ways:
+        comm = dict(WAYS[way])
+        if "ring" in comm:
+            comm["ring"] = [*range(0, rank.world_size, 2), *range(1, rank.world_size, 2)]
         made = mesh_job(
             "ddp",
             tensor,
             MODEL,
-            comm=WAYS[way],
+            {**BUCKET, **mesh},
+            comm=comm,
             optim={"lr": 1e-2, "clip": 0.0, "eps": 1e-3},
             precision={"reduce": reduce},
         )
-        trainer = Trainer(
-            rank, made.model_copy(update={"parallel": made.parallel.model_copy(update=BUCKET)}), N * CONTEXT
-        )
+        trainer = Trainer(rank, made, N * CONTEXT)
         log = CollectiveCounters(rank.device)
         log.install()
         steps: list[Gradients] = []
         for s in range(1, STEPS + 1):
-            batches, gradients = mine(rank, *samples(N, seed=s), MICRO, tensor), {}
+            batches, gradients = mine(rank, *samples(N, seed=s), MICRO, tensor, pipeline, context), {}
             trainer.before_update = partial(lambda into, of: into.update(of.whole(grad=True)), gradients, trainer)
             trainer.step(s, batches, counted(batches), 1e-2, want_stop=False)
             steps.append(gradients)
@@ -128,7 +132,7 @@ def test_a_ring_has_its_order(ranks: Any) -> None:
 
 def test_in_fewer_bits(ranks: Any) -> None:
     """`precision.reduce` sets the format of what is sent, with the rounding that it has."""
-    every, expected = run(ranks, stepped, 4, list(WAYS), 2, 1, "bf16"), one_process()
+    every, expected = run(ranks, stepped, 4, list(WAYS), 2, {}, "bf16"), one_process()
     for way in WAYS:
         assert len({of_rank[way][1] for of_rank in every}) == 1
         for name, gradient in every[0][way][0][0].items():
@@ -139,13 +143,22 @@ def test_in_fewer_bits(ranks: Any) -> None:
     assert wire["two_level"] == pytest.approx(wire["torch"], rel=0.05)
 
 
-def test_with_tensor_parallel_layers(ranks: Any) -> None:
-    """Replicas of two ranks: their data groups have every second rank, and a ring those of its order."""
-    every, expected = run(ranks, stepped, 4, list(WAYS), 2, 2), one_process()
+@pytest.mark.parametrize(
+    ("world", "per_node", "mesh"), [(8, 4, {"tensor": 2}), (8, 2, {"pipeline": 2}), (4, 2, {"context": 2})]
+)
+def test_on_meshes(ranks: Any, world: int, per_node: int, mesh: dict[str, int]) -> None:
+    """Each data group has four ranks on two nodes: with tensor parallel layers every second rank; the half of a stage; with shared
+    sequences also the ranks that share them. A ring has those of its order."""
+    every, expected = run(ranks, stepped, world, list(WAYS), per_node, mesh), one_process()
+    plain = every[0]["torch"][2].get("all_to_all", (0, 0))[0]
     for way in WAYS:
-        for name, gradient in every[0][way][0][0].items():
-            torch.testing.assert_close(gradient, expected[0][name], rtol=1e-4, atol=1e-6)
-        assert [of[way][1] for of in every][:2] == [of[way][1] for of in every][2:]
+        assert len({of_rank[way][1] for of_rank in every}) == 1
+        for got, right in zip(every[0][way][0], expected, strict=True):
+            assert got.keys() == right.keys()
+            for name, gradient in got.items():
+                torch.testing.assert_close(gradient, right[name], rtol=1e-4, atol=3e-6)
+        sent = every[0][way][2].get("all_to_all", (0, 0))[0]
+        assert (sent > plain) == (way in ("direct", "two_level")), way
 
 
 def test_teams() -> None:

@@ -125,6 +125,7 @@ def test_shares_over_time() -> None:
         assert grid.values[0, later] == pytest.approx(share[0])
         assert grid.values[1, later] == pytest.approx(0.0)
     assert heatmap_data.shares(gathered(rows[:2]), T, T + 300) is None, "one reading of a rank"
+    assert heatmap_data.shares(gathered(rows[:4]), T, T + 300) is None, "two, which cover less than half of a cell"
     assert heatmap_data.shares(gathered([]), 0.0, 9.0) is None
 
 

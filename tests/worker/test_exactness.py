@@ -279,9 +279,9 @@ def bad_step(steps: int) -> int:
 def test_fifty_steps_on_a_random_schedule_of_ranks(
     ranks: Any, dataset: str, tmp_path: Path, of_one: Callable[[int], Run], strategy: str, parts: int
 ) -> None:
-    """On 1 to 4 ranks in a random order, each for a random number of steps, through bad numbers and a kill: the losses, norms,
-    evaluations, weights, optimizer state and moved expert biases of one rank, to the bit. One or several virtual ranks on each of
-    four; each strategy with other numbers of them: tests/contracts/test_virtual_ranks.py.
+    """On 1 to 4 ranks in a random order, each for a random number of steps, through bad numbers and, with four virtual ranks, a
+    kill: the losses, norms, evaluations, weights, optimizer state and moved expert biases of one rank, to the bit. One or several
+    virtual ranks on each of four; each strategy with other numbers of them: tests/contracts/test_virtual_ranks.py.
 
     The schedule is another each time. A failure prints its seed, and RAYDIST_TEST_SCHEDULE=SEED repeats it."""
     seed = os.environ.get("RAYDIST_TEST_SCHEDULE") or str(random.SystemRandom().getrandbits(32))
@@ -291,7 +291,7 @@ def test_fifty_steps_on_a_random_schedule_of_ranks(
     ends = [*sorted(draw.sample(range(2, FIFTY - 4), 3)), FIFTY]
     for world, end in zip(draw.sample(range(1, 5), 4), ends, strict=True):
         assert changing.train(world, until=end, faults=bad(FIFTY)) == ("finished" if end == FIFTY else "paused")
-        if end == ends[2]:
+        if end == ends[2] and parts == 4:
             # The update of a step with bad numbers is left out, and with it a kill there.
             kill = Kill(rank=1, step=end + 2 + (end + 2 == bad_step(FIFTY)), phase="update")
             changing.die([kill.model_dump(mode="json"), *bad(FIFTY)], guilty=1, world=draw.randint(2, 4), until=FIFTY)

@@ -17,7 +17,8 @@ const looks = (() => {
   const clock = (seconds) => {
     const total = Math.round(seconds), days = Math.floor(total / 86400), hours = Math.floor(total / 3600) % 24;
     const minutes = Math.floor(total / 60) % 60;
-    if (total < 60) return total ? `${Number(seconds.toPrecision(3))} s` : "0";
+    if (seconds < 0.5) return seconds > 1e-6 ? `${Number((1000 * seconds).toPrecision(3))} ms` : "0";
+    if (total < 60) return `${Number(seconds.toPrecision(3))} s`;
     if (days) return hours || minutes ? `${days}d ${hours}:${two(minutes)}` : `${days}d`;
     return hours ? `${hours}:${two(minutes)}:${two(total % 60)}` : `${minutes}:${two(total % 60)}`;
   };
@@ -56,18 +57,19 @@ const looks = (() => {
       axisLabel: {formatter: (v) => form(v / scale), alignMinLabel: "left", alignMaxLabel: "right", ...own},
     });
   };
-  // Vertical lines; a label only where there is room, first for the bad ones.
+  // Vertical lines; a label only where there is room, first for the bad ones: on the right of its line, or near the end on the left.
   const marks = (chart, look, wide, top) => {
     const to = chart.x.kind === "log" ? Math.log : Number, scale = chart.x.kind === "time" ? 1000 : 1;
     const [low, high] = chart.x.ends.map(to), taken = [];
     const data = [...chart.marks].sort((a, b) => b[2] - a[2] || a[0] - b[0]).map(([x, words, bad]) => {
-      const at = (to(x) - low) / (high - low) * wide, end = at + 7 * words.length + 8;
-      const shown = words && end < wide + 48 && !taken.some(([from, to]) => at < to && end > from);
-      if (shown) taken.push([at, end]);
+      const at = (to(x) - low) / (high - low) * wide, length = 7 * words.length + 8, left = at + length > wide + 20;
+      const begin = left ? at - length : at, end = begin + length;
+      const shown = words && begin >= 0 && !taken.some(([from, to]) => begin < to && end > from);
+      if (shown) taken.push([begin, end]);
       const colour = bad ? look.bad : look.quiet;
       return {
         xAxis: x * scale, lineStyle: {color: colour, type: [3, 3]},
-        label: {...text(look), show: Boolean(shown), formatter: () => words, position: top, align: "left", color: colour},
+        label: {...text(look), show: Boolean(shown), formatter: () => words, position: top, align: left ? "right" : "left", color: colour},
       };
     }).reverse();  // the bad ones are on top
     return {silent: true, symbol: "none", animation: false, data};
@@ -230,17 +232,23 @@ const looks = (() => {
 
   const parallel = ({chart}, look) => {
     const last = chart.rows.map((row) => row.at(-1)), low = Math.min(...last), high = Math.max(...last), made = base(look);
+    // 0.01 is no whole power of ten in floating point: a logarithmic axis would go on to the next one.
+    const range = (one, dim) => ({
+      category: {data: one.words}, value: {scale: true},
+      log: {min: Math.min(...chart.rows.map((row) => row[dim])), max: Math.max(...chart.rows.map((row) => row[dim]))},
+    })[one.kind];
     const order = chart.rows.map((_, i) => i).sort((a, b) => (a === chart.best) - (b === chart.best));  // the best one is on top
     return {
       ...made, tooltip: {...made.tooltip, trigger: "item", formatter: ({name}) => tip(name, [])},
       parallel: {left: 90, right: 90, top: 44, bottom: 20},
       parallelAxis: chart.axes.map((one, dim) => axis(look, {
-        dim, name: one.name, type: one.kind, ...(one.kind === "category" ? {data: one.words} : {scale: true}), axisLine: {lineStyle: {color: look.quiet}},
+        dim, name: one.name, type: one.kind, ...range(one, dim), axisLine: {lineStyle: {color: look.quiet}},
         nameGap: 18, nameTextStyle: {...text(look), color: look.ink}, areaSelectStyle: {color: look.series[0], opacity: 0.25},
         axisTick: one.ticks.length ? {customValues: one.ticks} : {},
         axisLabel: {
           formatter: one.kind === "category" ? (word) => word : exact, width: 130, overflow: "truncate", textBorderColor: look.sheet,
           textBorderWidth: 3, ...(one.ticks.length ? {customValues: one.ticks} : {}),
+          ...(dim || one.kind === "category" ? {} : {margin: -8, align: "right"}),  // left of the first axis there are no lines
         },
       })),
       series: [{

@@ -69,7 +69,7 @@ h1{font-size:22px}
 .parts th,.parts td,.tall th,.tall td{border:0;padding:1px 0}
 .parts tr{grid-template-columns:1fr 60px 64px}.parts .about{grid-column:1/-1;font-size:12.5px}
 .tall thead{display:none}.tall tr{grid-template-columns:1fr 1fr}.tall .words{grid-column:1/-1}
-.tall th,.tall td{text-align:left;white-space:normal}
+.tall th,.tall td{text-align:left;white-space:normal}.tall td:empty{display:none}
 .tall [data-label]::before{content:attr(data-label) " ";color:var(--quiet);font-size:12px}}
 @media print{body{background:#fff;font-size:12px}
 main{max-width:none;padding:0}section{break-inside:avoid;border-color:#ccc}

@@ -50,20 +50,20 @@ def best(told: list[PointResult]) -> float:
     return min(one.value for one in told if one.value is not None)
 
 
-@pytest.mark.parametrize(("name", "seeds"), [("optuna", 10), ("bayes", 4)])
+@pytest.mark.parametrize(("name", "seeds"), [("optuna", 10), ("bayes", 3)])
 def test_choosing_beats_drawing(name: str, seeds: int) -> None:
     """With the same 24 points, the best one is less than half as far from the minimum as random draws, in the median over seeds.
     Maximizing the negative gives the same points."""
     axes = [RATE, DECAY]
-    chosen = [best(go(sampler(axes, name, seed), 24)) for seed in range(seeds)]
+    chosen = [go(sampler(axes, name, seed), 24) for seed in range(seeds)]
     drawn = [min(bowl(draw(axes, seed, i)) for i in range(24)) for seed in range(40)]
-    assert statistics.median(chosen) < 0.5 * statistics.median(drawn)
+    assert statistics.median(map(best, chosen)) < 0.5 * statistics.median(drawn)
     told: list[PointResult] = []
     for _ in range(12):
         point = sampler(axes, name, 0, "max").ask(told)
         assert point is not None
         told.append(PointResult(point, "finished", -bowl(point)))
-    assert [one.point for one in told] == [one.point for one in go(sampler(axes, name, 0), 12)]
+    assert [one.point for one in told] == [one.point for one in chosen[0][:12]]
 
 
 @BOTH

@@ -178,6 +178,11 @@ def test_a_heat_map_is_one_picture(browser: Chromium, written: Path) -> None:
     browser.point(*place(browser, "Memory", 150, 55))
     assert texts(browser, ".tip div") == ["rank 1, 2:29 to 2:30", "1.1 GiB"]
     assert browser.complaints == []
+    # The label of an incident near the end is on the left of its line, and not cut off.
+    near = """(one) => looks.options({...one, chart: {...one.chart, marks: [[0.95 * one.chart.x.ends[1], "user error", true]]}})"""
+    found = """[...raydist.charts.values()].find((one) => one.chart.kind === "heat")"""
+    label = browser.value(f"({near})({found}).series[1].markLine.data[0].label")
+    assert (label["show"], label["align"]) == (True, "right")
 
 
 def test_charts_are_drawn_as_they_come_near(browser: Chromium, written: Path) -> None:

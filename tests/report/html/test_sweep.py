@@ -75,6 +75,14 @@ def test_the_page_of_a_grid(swept: Callable[..., Swept], browser: Chromium, tmp_
     lines = data(browser, "#parameters figure")
     assert len(lines["names"]) == len(lines["rows"]) == 8
     assert lines["names"][lines["best"]].startswith("learning_rate 0.0003, batch_size 16: eval_loss 2.0")
+    # The axis of learning rates ends with them, and times below a second are told apart.
+    option = "looks.options([...raydist.charts.values()].find((one) => {}))".format
+    ends = browser.value(
+        f"""(({{min, max}}) => [min, max])({option('one.chart.kind === "parallel"')}.parallelAxis[0])"""
+    )
+    assert ends == [1e-4, 3e-3]
+    written = f"""[{option('one.chart.x?.form === "clock"')}.xAxis].flat()[0].axisLabel.formatter"""
+    assert browser.value(f"[0, 60, 900, 90_000].map({written})") == ["0", "60 ms", "0.9 s", "1:30"]
     assert len(texts(browser, "#points tbody tr")) == 8
     assert texts(browser, "#points tbody th")[0] == told["points"][told["best"]]["cells"][0]
     assert texts(browser, "#lineage") == []

@@ -65,11 +65,21 @@ def settle(spec: JobSpec, rank: Rank, run: RunDir, vocab_size: int, build: Build
     return made
 
 
+def untried(spec: JobSpec) -> str | None:
+    """Why there are no trials for this job, whose size is torch's; None if there are: a trial is of ranks with the whole model."""
+    for axis in ("tensor", "context", "pipeline", "expert"):
+        if getattr(spec.parallel, axis) > 1:
+            return f"torch's: with parallel.{axis} there are no trial passes, which are of the whole model"
+    return None
+
+
 def tried(spec: JobSpec, rank: Rank, build: Build, example: Example) -> Chosen:
     """Measures the link, passes with torch's buckets, and, if the cost model predicts a gain, passes with its size. Every rank.
 
     The predicted size is chosen only if the measured gain is `WORTH` of a pass, against torch's buckets before and after.
     """
+    if why := untried(spec):
+        return Chosen(None, why, {})
     if spec.train.compile:
         return Chosen(None, "torch's: with train.compile, trial passes do not take as long as those of the run", {})
     spec = _without_auto(spec)
