@@ -292,8 +292,10 @@ def test_fifty_steps_on_a_random_schedule_of_ranks(
     for world, end in zip(draw.sample(range(1, 5), 4), ends, strict=True):
         assert changing.train(world, until=end, faults=bad(FIFTY)) == ("finished" if end == FIFTY else "paused")
         if end == ends[2] and parts == 4:
-            # The update of a step with bad numbers is left out, and with it a kill there.
-            kill = Kill(rank=1, step=end + 2 + (end + 2 == bad_step(FIFTY)), phase="update")
+            # The update of a step with bad numbers is left out, and with it a kill there. With one in the step before, rank 0 might
+            # have had its bad numbers in an attempt that never completed their step; and a fault happens once.
+            step = end + 2 if end + 2 not in (bad_step(FIFTY) - 1, bad_step(FIFTY)) else bad_step(FIFTY) + 1
+            kill = Kill(rank=1, step=step, phase="update")
             changing.die([kill.model_dump(mode="json"), *bad(FIFTY)], guilty=1, world=draw.randint(2, 4), until=FIFTY)
     assert {row["world_size"] for row in changing.rows()} == {1, 2, 3, 4}
     assert {event["step"] for event in changing.told("non_finite")} == {bad_step(FIFTY)}
