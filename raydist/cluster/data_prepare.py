@@ -68,10 +68,9 @@ def _keep_if_failed(logs: Path) -> Callable[..., None]:
     """After an error of Ray, keeps a copy of its logs: they may contain the reason, and a note on the error names the copy."""
 
     def end(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not isinstance(error, RaydistError):
-            error.add_note(
-                f"Ray's logs: {shutil.copytree(logs, tempfile.mkdtemp(prefix='ray-logs-'), dirs_exist_ok=True)}"
-            )
+        if isinstance(error, Exception) and not isinstance(error, RaydistError) and logs.is_dir():
+            kept = shutil.copytree(logs, tempfile.mkdtemp(prefix="ray-logs-"), dirs_exist_ok=True)
+            error.add_note(f"Ray's logs: {kept}")
 
     return end
 

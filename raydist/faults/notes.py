@@ -41,11 +41,8 @@ def failed(run: RunDir, of: str) -> bool:
     """Whether the driver could not inject the fault of that note."""
     try:
         return bool(parse_json(run.storage.read(done(of)))["failed"])
-    except (
-        FileNotFoundError,
-        StorageError,
-        *DAMAGED,
-    ):  # a rank injects it, or the driver was killed before it had noted that
+    except (FileNotFoundError, StorageError, *DAMAGED):
+        # A rank injects it, or the driver was killed before it had noted that.
         return False
 
 

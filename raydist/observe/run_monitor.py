@@ -97,7 +97,9 @@ class RunMonitor:
             self._view.begin_attempt(*(self._before[name] for name in ("attempt", "world_size", "step")))
             self._view.workers = self._before["workers"]
         self._log = RunLog(self._run)
-        self._samples, self._clocks, self._rank_clocks = TelemetryLog(self._run), NodeClocks(), NodeClocks()
+        self._samples = TelemetryLog(self._run)
+        # Two: a clock may be wrong for one process alone, as by an injected jump.
+        self._clocks, self._rank_clocks = NodeClocks(), NodeClocks()
         self._diagnosis = Diagnosis(spec=spec)
         self._undiagnosed: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
         self._undiagnosed_steps: deque[Mapping[str, Any]] = deque(maxlen=_ROWS_KEPT)
