@@ -2,7 +2,7 @@
 
 Runs in: each train worker, every rank, before the run's own model is built. Torch, never ray.
 
-    passes without any exchange, and with torch's all-reduce     nothing to gain: torch's
+    passes without any exchange, and with torch's all-reduce     where none waits, also in small buckets; still: torch's
       -> a few passes of each compressor, the fewest bytes first  each with a model of its own, which is dropped
       -> torch's in small buckets                                 the faster size is that of other topologies
       -> every topology                                           where passes take long, none that cannot come near the best
@@ -17,6 +17,7 @@ ranks; the topology is chosen for each number, and anew after a link was found t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -129,25 +130,34 @@ def tried(
 
     count = spec.batches(rank.world_size)[1]
     shapes: dict[str, torch.Size] = {}
+    alone_s, synced = math.inf, dict[str, float]()
+    ways, left = list[Way](), dict[str, float]()
 
     def built() -> nn.Module:
         model = build()
         shapes.update((name, p.shape) for name, p in model.named_parameters() if p.requires_grad)
         return model
 
-    def timed(way: Way) -> float:
-        """Seconds of a step: of its micro-batches only the last one is summed."""
-        return (count - 1) * first.pass_s + passes(way.of(spec), rank, way.bucket_mb, built, example).synced_s
+    def measure(way: Way) -> None:
+        """The least of the way's trials counts. Without exchange a pass takes at most as long as the fastest with one."""
+        nonlocal alone_s
+        made = passes(way.of(spec), rank, way.bucket_mb, built, example)
+        synced[str(way)] = min(made.synced_s, synced.get(str(way), math.inf))
+        alone_s = min(alone_s, made.pass_s, made.synced_s)
+        if way not in ways:
+            ways.append(way)
 
-    first = passes(torchs.of(spec), rank, size, built, example)
-    times = {"no exchange": count * first.pass_s, str(torchs): (count - 1) * first.pass_s + first.synced_s}
-    share = 1 - times["no exchange"] / times[str(torchs)]
-    step = f"a step of {times[str(torchs)]:.3g} s{f' in {count} micro-batches' if count > 1 else ''}"
-    because = f"{max(share, 0.0):.0%} of {step} waits for gradients"
-    if share < WORTH:
-        return Chosen(asdict(torchs), f"{torchs}: {because}, so nothing is to be gained", times)
-    small = Way(bucket_mb=SMALL_MB) if size is None else torchs
-    ways, left = [torchs], dict[str, float]()
+    def times() -> dict[str, float]:
+        """Seconds of a step: of its micro-batches only the last one is summed."""
+        rest = (count - 1) * alone_s
+        return {"no exchange": rest + alone_s, **{name: rest + seconds for name, seconds in synced.items()}}
+
+    def waits() -> tuple[float, str]:
+        """The share of a step that waits for gradients with torch's, also in words."""
+        step_s = times()[str(torchs)]
+        share = 1 - times()["no exchange"] / step_s
+        several = f" in {count} micro-batches" if count > 1 else ""
+        return share, f"{share:.0%} of a step of {step_s:.3g} s{several} waits for gradients"
 
     def sent(way: Way) -> float:
         """Bytes over those of torch's."""
@@ -155,43 +165,51 @@ def tried(
 
     def least(way: Way) -> float:
         """Seconds of a step if links are as fast as with torch's and all overlaps. Two levels and rings use other links."""
-        exchange_s = first.synced_s - first.pass_s if way.topology in (TORCH, "direct") else 0.0
-        return (count - 1) * first.pass_s + max(first.pass_s, sent(way) * exchange_s)
+        exchange_s = synced[str(torchs)] - alone_s if way.topology in (TORCH, "direct") else 0.0
+        return (count - 1) * alone_s + max(alone_s, sent(way) * exchange_s)
 
     def far(seconds: float) -> bool:
         """Whether no trial is worth its time."""
-        return first.synced_s > LONG_S and seconds > FAR * min(times[str(way)] for way in ways)
+        found = times()
+        return synced[str(torchs)] > LONG_S and seconds > FAR * min(found[str(way)] for way in ways)
 
-    def measure(more: list[Way]) -> None:
+    def measure_near(more: list[Way]) -> None:
         for way in more:
             if far(least(way)):
                 left[str(way)] = least(way)
-            else:
-                times[str(way)] = timed(way)
-                ways.append(way)
+            elif way not in ways:
+                measure(way)
 
+    small = Way(bucket_mb=SMALL_MB) if size is None else torchs
+    measure(torchs)
+    if waits()[0] < WORTH:  # or other work has slowed down the passes without exchange: both again, in small buckets
+        measure(small)
+    if waits()[0] < WORTH:
+        return Chosen(asdict(torchs), f"{torchs}: {waits()[1]}, so nothing is to be gained", times())
     compressed: list[Way] = []
     if spec.comm.compress == AUTO and before is None:
         compressed = [replace(small, compress=name) for name in within(spec.comm, shapes)]
-    measure(sorted(compressed, key=sent))
-    measure([small] if small != torchs else [])
-    more, links = _topologies(spec, rank, run, fastest([w for w in (torchs, small) if w in ways], times), small)
-    measure(more)
+    measure_near(sorted(compressed, key=sent))
+    measure_near([small])
+    more, links = _topologies(spec, rank, run, fastest([w for w in (torchs, small) if w in ways], times()), small)
+    measure_near(more)
     ways = [way for way in dict.fromkeys((torchs, small, *more, *compressed)) if way in ways]
-    if (best := fastest(ways, times)) != torchs:
+    if (best := fastest(ways, times())) != torchs:
         for way in (torchs, best):
-            if not far(times[str(way)]):
-                times[str(way)] = min(times[str(way)], timed(way))
-        best = fastest(ways, times)
-    because += f"; of a step: {', '.join(f'{name} {seconds:.3g} s' for name, seconds in times.items())}{links}"
+            if not far(times()[str(way)]):
+                measure(way)
+        best = fastest(ways, times())
+    found = times()
+    steps = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in found.items())
+    because = f"{waits()[1]}; of a step: {steps}{links}"
     if left:
         because += (
             f"; not tried, as what they send takes longer: {', '.join(f'{n} {s:.3g} s' for n, s in left.items())}"
         )
     if best == torchs:
-        return Chosen(asdict(torchs), f"{torchs}: no way is faster by {WORTH:.0%}; {because}", times)
-    gain = times[str(torchs)] / times[str(best)] - 1
-    return Chosen(asdict(best), f"{best}: {gain:.0%} faster than {torchs}; {because}", times)
+        return Chosen(asdict(torchs), f"{torchs}: no way is faster by {WORTH:.0%}; {because}", found)
+    gain = found[str(torchs)] / found[str(best)] - 1
+    return Chosen(asdict(best), f"{best}: {gain:.0%} faster than {torchs}; {because}", found)
 
 
 def fastest(ways: list[Way], times: Mapping[str, float]) -> Way:

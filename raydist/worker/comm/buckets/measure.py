@@ -33,7 +33,8 @@ _BUDGET_S = 0.5
 _EACH_S = 0.04
 _PASSES = 3
 LONG_S = 5.0
-"""Passes are repeated within this time: of one that takes longer there is a single measurement, which noise hardly changes."""
+"""Passes are repeated within twice this time: of one that takes longer there are one or two measurements, which noise hardly
+changes."""
 
 
 def slowest(rank: Rank, seconds: list[float]) -> list[float]:
@@ -66,7 +67,8 @@ def _all_reduces(rank: Rank, buffer: torch.Tensor, count: int) -> list[float]:
 class Passes:
     """Forward and backward of one micro-batch under ddp. `synced_s`: with the sum over the ranks; the others without.
 
-    `arrivals`: the times of this rank's gradients, in order of time.
+    Both take turns: a machine that other work slows down for seconds slows down both, not one of them alone. `arrivals`: the times
+    of this rank's gradients, in order of time.
     """
 
     synced_s: float
@@ -97,12 +99,7 @@ def _passes(
     model = build()
     strategy.wrap(model, example)
     model_transforms.prepare(model, spec.train)
-    sizes: list[int] = []
     came = Marks(rank.device)
-
-    def arrived(parameter: torch.Tensor) -> None:
-        came.mark()
-        sizes.append(parameter.numel() * parameter.element_size())
 
     def one(last: bool) -> list[float]:
         """Seconds of forward and of backward."""
@@ -122,26 +119,31 @@ def _passes(
         strategy.zero_grad()
         return marks.seconds()
 
+    def timed_gradients() -> tuple[list[float], tuple[Arrival, ...]]:
+        """A pass without the sum; and when each gradient was complete."""
+        nonlocal came
+        came, sizes = Marks(rank.device), list[int]()
+
+        def arrived(parameter: torch.Tensor) -> None:
+            came.mark()
+            sizes.append(parameter.numel() * parameter.element_size())
+
+        handles = [p.register_post_accumulate_grad_hook(arrived) for p in trained]  # type: ignore[no-untyped-call]
+        seconds = one(last=False)
+        for handle in handles:
+            handle.remove()
+        return seconds, tuple(Arrival(n, at) for n, at in zip(sizes, accumulate(came.seconds()), strict=True))
+
     trained = [p for p in model.parameters() if p.requires_grad]
     one(last=True)  # caches and allocators warm up
-    alone = _repeated(2, lambda: slowest(rank, one(last=False)))
-    handles = [p.register_post_accumulate_grad_hook(arrived) for p in trained]  # type: ignore[no-untyped-call]
-    came = Marks(rank.device)
-    alone.append(slowest(rank, one(last=False)))
-    for handle in handles:
-        handle.remove()
-    arrivals = tuple(Arrival(n, at) for n, at in zip(sizes, accumulate(came.seconds()), strict=True))
-    synced = _repeated(_PASSES, lambda: slowest(rank, one(last=True)))
+    alone, synced, spent = list[list[float]](), list[float](), 0.0
+    while len(synced) < _PASSES and spent < 2 * LONG_S:
+        seconds, arrivals = timed_gradients()
+        alone.append(slowest(rank, seconds))
+        synced.append(sum(slowest(rank, one(last=True))))
+        spent += sum(alone[-1]) + synced[-1]
     forward_s, backward_s = (statistics.median(times) for times in zip(*alone, strict=True))
-    return Passes(statistics.median(map(sum, synced)), forward_s + backward_s, backward_s, arrivals)
-
-
-def _repeated(most: int, seconds: Callable[[], list[float]]) -> list[list[float]]:
-    """The times of as many calls as begin within `LONG_S`; at least one."""
-    made: list[list[float]] = []
-    while len(made) < most and sum(map(sum, made)) < LONG_S:
-        made.append(seconds())
-    return made
+    return Passes(statistics.median(synced), forward_s + backward_s, backward_s, arrivals)
 
 
 def _begin(strategy: Strategy, parts: Parts, trained: Sequence[nn.Parameter], last: bool) -> None:
