@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from raydist import registry
@@ -21,12 +22,13 @@ from raydist.errors import SpecError, UserError
 from raydist.extension_plans import CompressorPlan, strategy_plan
 from raydist.faults import Kill
 from raydist.run.directory import RunDir
-from raydist.spec import JobSpec, load
+from raydist.spec import CommSpec, JobSpec, load
 from raydist.worker.checkpoint import restore
 from raydist.worker.checkpoint.state_dict import TrainState
 from raydist.worker.comm import compressors
+from raydist.worker.comm.compression.reducer import Reducer
 from raydist.worker.comm.compression.state import NAME, Compression
-from raydist.worker.comm.compressors import Rows, Sums
+from raydist.worker.comm.compressors import Matrix, Rows, Sums
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.distributed import Rank
 from raydist.worker.metrics.collective_counters import CollectiveCounters
@@ -42,6 +44,9 @@ NAMES = registry.names("compressor")
 STRATEGIES = [GROUPED.get(s, s) for s in registry.names("parallel") if getattr(strategy_plan(s), "compresses", False)]
 STEPS, N, MICRO = 3, 8, 2
 OPTIONS: dict[str, Any] = {"topk": {"ratio": 0.1}, "powersgd": {"rank": 2}}
+MOE = {**MODEL, "name": "mixtral", "hidden": 32}
+STACK = {"experts": torch.Size([3, 8, 6]), "norm": torch.Size([7])}
+"""Three experts of 8 rows and 6 columns: factors of 3 (8 + 6) numbers a column."""
 EACH = ("zero2", "zero3")
 """Strategies that reduce gradients in every micro-batch."""
 
@@ -117,7 +122,7 @@ class OneProcess:
         self.left = [{n: torch.zeros(shape) for n, shape in shapes.items()} for _ in range(world)]
         self.state: dict[str, Tensor] = {}
         if isinstance(self.compressor, Sums):
-            states = {n: self.compressor.state(n, s[0], s[1:].numel()) for n, s in shapes.items() if len(s) > 1}
+            states = {n: self.compressor.state(n, *compressors.sides(s)) for n, s in shapes.items() if len(s) > 1}
             self.state = {n: state for n, state in states.items() if state is not None}
 
     def __call__(self, every: Sequence[Gradients]) -> Gradients:
@@ -189,17 +194,18 @@ class OneProcess:
         """By torch's QR, as in the paper."""
         found = {}
         for name, shape in self.shapes.items():
-            ms = [of[name].reshape(shape[0], -1) for of in given]
+            ms = [of[name].reshape(compressors.sides(shape) if len(shape) > 1 else (1, -1, 1)) for of in given]
             if (q := self.state.get(name)) is None:
                 found[name] = sum(ms).view(shape)  # type: ignore[union-attr]
                 for left in self.left:
                     left[name] = torch.zeros(shape)
                 continue
             p, _ = torch.linalg.qr(sum(m @ q for m in ms))
-            self.state[name] = sum(m.T @ p for m in ms)  # type: ignore[assignment]
-            found[name] = (p @ self.state[name].T).view(shape)
+            new: Tensor = sum(m.mT @ p for m in ms)  # type: ignore[assignment]
+            self.state[name] = torch.where(new.abs().amax(-2, keepdim=True) > 0, new, q)
+            found[name] = (p @ new.mT).view(shape)
             for m, left in zip(ms, self.left, strict=True):
-                left[name] = (m - p @ (p.T @ m)).view(shape)
+                left[name] = (m - p @ (p.mT @ m)).view(shape)
         return found
 
 
@@ -294,6 +300,65 @@ def close(got: Gradients, right: Gradients, name: str, what: str) -> None:
         differs = (got[n] - value).abs() > near * largest
         off, of_all = off + int(differs.sum()), of_all + value.numel()
     assert off <= (of_all // 100 if name != "powersgd" else 0), f"{what}: {off} of {of_all} numbers differ"
+
+
+def stacked(rank: Rank, packed: bool) -> Any:
+    """Three steps of a piece with experts, in each of them another one without tokens: of each step the gradients, their sum, what
+    is left, and the bytes sent."""
+    group = dist.group.WORLD
+    assert group is not None
+    reducer = Reducer(CommSpec(**comm("powersgd")), group, rank.device, factor=1.0, aside=False)
+    piece = reducer.packed(STACK) if packed else reducer.flat(STACK)
+    found = []
+    for step in range(3):
+        draw = torch.Generator().manual_seed(10 * step + rank.rank)
+        own = {n: torch.randn(shape, generator=draw) for n, shape in STACK.items()}
+        own["experts"][step] = 0  # no tokens
+        rows = torch.zeros(rank.world_size, piece.size)
+        piece.take(rows, own)
+        reducer.begin(1.0)
+        if packed:
+            mine = torch.zeros(piece.row)
+            reducer.reduce_scatter(piece, rows, mine).wait()
+            rows = torch.tensor(gather_json(mine.tolist(), rank.control))
+        else:
+            reducer.all_reduce(piece, piece.body(rows)).wait()
+        reducer.commit()
+        assert piece.kept is not None
+        left = {n: t.clone() for n, t in piece.of_parameters(piece.kept).items()}
+        found.append((own, {n: t.clone() for n, t in piece.of_parameters(rows).items()}, left, reducer.sent[0].nbytes))
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_each_expert_is_a_matrix(ranks: Any, packed: bool) -> None:
+    """A stack of experts in an all-reduce, and in a reduce-scatter by experts, of which the second rank has one and a filler:
+    as torch's QR has it for each expert, in the bytes of all their factors. What fills up the norm's second part is sent. An expert
+    without tokens in the first step, whose factors are zeros, has some in the next."""
+    every = run(ranks, stacked, 2, packed)
+    one = OneProcess("powersgd", [], 2, STACK)
+    for of_ranks in zip(*every, strict=True):
+        right = one([own for own, *_ in of_ranks])
+        for (_, got, left, nbytes), its in zip(of_ranks, one.left, strict=True):
+            close(got, right, "powersgd", "sum")
+            close(left, its, "powersgd", "left")
+            assert nbytes == 4 * (2 * 3 * (8 + 6) + (8 if packed else 7))
+
+
+def test_matrices_of_a_lower_rank_than_the_factors() -> None:
+    """As of experts with a single token, or none in the first step: they arrive as they are, in each step."""
+    compressor = compressors.build("powersgd", {"rank": 4})
+    assert isinstance(compressor, Sums)
+    first = compressor.state("w", 2, 64, 32)
+    assert first is not None
+    state, draw = {"w": first}, torch.Generator().manual_seed(1)
+    for step in range(4):
+        values = torch.randn(1, 2, 64, 1, generator=draw) @ torch.randn(1, 2, 1, 32, generator=draw)
+        values[:, 1] *= step > 0
+        matrix = Matrix("w", values.clone(), torch.empty_like(values))
+        state = compressor.reduce([matrix], [], state, lambda flat: None)
+        torch.testing.assert_close(matrix.result, values, rtol=0, atol=1e-4)
+        assert matrix.values.abs().max() < 1e-4
 
 
 def trained_twice(rank: Rank, spec: JobSpec) -> Any:
@@ -416,8 +481,9 @@ def saved(rank: Rank, variant: str, name: str, folder: str, memory: bool) -> Any
     return kept(trainer, "left"), kept(trainer, "shared")
 
 
-def loaded(rank: Rank, variant: str, name: str, folder: str) -> Any:
-    trainer, state = some_steps(rank, made(variant, name), 0)
+def loaded(rank: Rank, variant: str, name: str, folder: str, model: Any = MODEL) -> Any:
+    """What is left on this rank, what all ranks have alike, and which state started anew, or partly."""
+    trainer, state = some_steps(rank, made(variant, name, model=model), 0)
     (at,) = RunDir(folder).manifests().values()
     found = manifest.read(RunDir(folder), 1, at)
     tensors, rank_tensors, _ = state.capture()
@@ -425,7 +491,7 @@ def loaded(rank: Rank, variant: str, name: str, folder: str) -> Any:
         RunDir(folder), found, tensors, rank_tensors, group=rank.control, extra=state.extra, joins=state.joins
     )
     state.restore(tensors, rank_tensors, found.plain, restored=got.extra)
-    return kept(trainer, "left"), kept(trainer, "shared"), got.anew
+    return kept(trainer, "left"), kept(trainer, "shared"), got.anew | dict.fromkeys(got.partly, "partly")
 
 
 @pytest.mark.parametrize(
@@ -511,6 +577,44 @@ def test_what_is_left_goes_on_with_other_shards(
             assert (name == "powersgd") == bool(shared)
 
 
+def saved_with_other_factors(rank: Rank, folder: str) -> Any:
+    """A job with experts, saved by a version in which the first dimension of each gradient was the rows of one matrix."""
+    import raydist.worker.comm.compression.piece as pieces
+    import raydist.worker.comm.compression.reducer as reducers
+
+    before, by_rows = compressors.sides, lambda shape: (1, shape[0], math.prod(shape[1:]))
+    pieces.sides = reducers.sides = by_rows  # type: ignore[attr-defined]
+    try:
+        trainer, state = some_steps(rank, made("zero2", "powersgd", model=MOE))
+    finally:
+        pieces.sides = reducers.sides = before  # type: ignore[attr-defined]
+    saver = saver_of(rank, folder, memory=False)
+    saver.start(1, *state.capture())
+    assert saver.wait()
+    saver.close()
+    return kept(trainer, "left"), kept(trainer, "shared")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_factors_of_another_shape_start_anew(ranks: Any, tmp_path: Path, world: int) -> None:
+    """On as many ranks and on others: those of experts, and it is said; all other factors are read, and what is left is summed."""
+    before = run(ranks, saved_with_other_factors, 2, str(tmp_path))
+    after = run(ranks, loaded, world, "zero2", "powersgd", str(tmp_path), MOE)
+    total, first = added([left for left, _ in before]), compressors.build("powersgd", OPTIONS["powersgd"])
+    assert isinstance(first, Sums)
+    model = registry.load("model", "mixtral")(job("ddp", model=MOE).model, VOCAB)
+    sides = {f"shared/{n}": compressors.sides(p.shape) for n, p in model.named_parameters() if p.dim() > 1}
+    for n, whole in added([left for left, *_ in after]).items():
+        assert torch.equal(whole, total[n]), n
+    for _, shared, anew in after:
+        assert anew == {NAME: "partly"}
+        assert any("experts" in n for n in shared)
+        for n, factor in shared.items():
+            old = before[0][1][n]
+            assert ("experts" in n) == (old.shape != factor.shape)
+            assert torch.equal(factor, first.state(n.removeprefix("shared/"), *sides[n]) if "experts" in n else old)
+
+
 def test_parts_without_rows() -> None:
     """Of a parameter with fewer rows than ranks some parts only fill up: they take up nothing, and nothing is taken from them. What
     is missing, or of other columns, cannot be taken up; factors then stay as they are."""
@@ -523,6 +627,24 @@ def test_parts_without_rows() -> None:
     for saved in ({}, {"left/v": (1, 3)}, {whole: (2, 4)}, {"left/w/tensor-0-of-2": (2, 3)}):
         assert sources(own, saved) is None
     assert sources({"shared/w": torch.zeros(3, 2)}, {"shared/w": (3, 4)}) == {"shared/w": []}
+
+
+def test_factors_of_experts_that_other_ranks_have() -> None:
+    """Each expert's are taken from the ranks that had it, whatever rows the ranks had and have; those of other columns are not."""
+    first, second = (f"shared/w/rows-{rows}-of-2" for rows in range(2))
+    halves = {first: torch.ones(2, 3, 2), second: torch.full((2, 3, 2), 2.0)}
+    whole, third = {"shared/w": torch.zeros(4, 3, 2)}, {"shared/w/rows-1-of-3": torch.zeros(2, 3, 2)}
+    for own, expected in (
+        (whole, [1.0, 1.0, 2.0, 2.0]),
+        (third, [2.0, 2.0]),
+        ({first: torch.zeros(2, 3, 2)}, [1.0, 1.0]),
+    ):
+        ((name, total),) = own.items()
+        (those,) = Compression.sources(None, own, {n: tuple(t.shape) for n, t in halves.items()}).values()  # type: ignore[arg-type, union-attr]
+        for place, source in enumerate(those):
+            Compression.join(None, name, total, source, halves[source], place == 0)  # type: ignore[arg-type]
+        assert total[:, 0, 0].tolist() == expected
+    assert Compression.sources(None, whole, {"shared/w": (4, 5, 2)}) == {"shared/w": []}  # type: ignore[arg-type]
 
 
 def test_another_stage_has_its_own(ranks: Any, tmp_path: Path) -> None:
@@ -570,9 +692,9 @@ def test_an_overflow_keeps_what_was_left(ranks: Any, strategy: str) -> None:
         assert max(float(t.abs().max()) for t in three.values()) < 1e-2
 
 
-def on_the_wire(rank: Rank, variant: str, name: str) -> tuple[float, float, float]:
+def on_the_wire(rank: Rank, variant: str, name: str, model: Any = MODEL) -> tuple[float, float, float]:
     """Bytes of a step by the counters, without the step's own sums; by the record; and those that it saved."""
-    trainer, _ = some_steps(rank, made(variant, name), 1)
+    trainer, _ = some_steps(rank, made(variant, name, model=model), 1)
     log = CollectiveCounters(rank.device)
     log.install()
     batches = mine(rank, *samples(N, seed=2), MICRO)
@@ -595,6 +717,14 @@ def test_bytes_are_counted_as_they_are_sent(ranks: Any, name: str) -> None:
     for on_wire, sent, saved_bytes in run(ranks, on_the_wire, 3, "ddp", name):
         assert on_wire == pytest.approx(sent, abs=1)
         assert sent + saved_bytes == pytest.approx(2 * 4 * numbers * 2 / 3, abs=2)
+
+
+def test_bytes_of_a_model_with_experts(ranks: Any) -> None:
+    """PowerSGD sends 2 columns and 2 rows of each expert's matrix."""
+    model = registry.load("model", "mixtral")(job("ddp", model=MOE).model, VOCAB)
+    shapes = [p.shape for p in model.parameters()]
+    numbers = sum(s[:-2].numel() * 2 * sum(s[-2:]) if len(s) > 1 else s.numel() for s in shapes)
+    assert [sent for _, sent, _ in run(ranks, on_the_wire, 2, "ddp", "powersgd", MOE)] == [4 * numbers] * 2
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if issubclass(registry.load("compressor", n), Rows)])

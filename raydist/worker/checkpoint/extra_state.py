@@ -9,7 +9,8 @@ Runs in: each train worker. Torch, never ray.
 Restored:
     same mesh             all of it, bit for bit
     other mesh            DTensors are redistributed, replicated tensors are loaded; state with `per_rank` is joined, if it says how
-                          (`Joins`), else starts anew, with a note; so on the same mesh, if ranks have parts of other names
+                          (`Joins`), else starts anew, with a note; so on the same mesh, if ranks have tensors of other names
+                          or shapes
     not in the checkpoint, or with other tensors: starts anew, with a note
 """
 

@@ -52,10 +52,19 @@ def sources_of(
 
 
 def has_other_parts(found: Manifest, own: Mapping[str, Tensor], rank: int, state: str) -> bool:
-    """Whether no rank of the same mesh saved what this rank has of an extra state under the same names, though others are there.
-    Never of a copy in memory: there a rank has its peers' shards alone (memory_layout.needs)."""
-    mine = [n for n in own if owner(n.removeprefix(rank_name(rank, ""))) == state]
-    return PEERS not in found.plain and any(n not in found.tensors for n in mine)
+    """Whether this rank of the same mesh saved other tensors of an extra state than it has: of other names or shapes. Never of a
+    copy in memory: there a rank has its peers' shards alone (memory_layout.needs)."""
+    mine = {n: tuple(t.shape) for n, t in own.items() if owner(n.removeprefix(rank_name(rank, ""))) == state}
+    return PEERS not in found.plain and any(
+        (entry := found.tensors.get(n)) is None or entry.shape != shape for n, shape in mine.items()
+    )
+
+
+def reshaped(found: Manifest, rank_tensors: Mapping[str, Tensor], sources: Mapping[str, Sequence[str]]) -> bool:
+    """Whether there are tensors that stay as they are because ranks saved them with other shapes."""
+    every = [(rank_name(rank, n), tuple(rank_tensors[n].shape)) for n, those in sources.items() if not those
+             for rank in range(found.world_size)]  # fmt: skip
+    return any((entry := found.tensors.get(n)) is not None and entry.shape != shape for n, shape in every)
 
 
 def read(

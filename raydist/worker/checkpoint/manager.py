@@ -166,6 +166,9 @@ class CheckpointManager:
                 self._reporter.say("note", text=change)
             for name, why in loaded.anew.items():
                 self._reporter.say("note", text=f"extra state {name} starts from its initial value: it {why}")
+            for name in sorted(loaded.partly):
+                why = "its tensors that were saved with other shapes start from their initial values"
+                self._reporter.say("note", text=f"extra state {name}: {why}")
             for name in sorted(manifest.plain.get(EXTRA, {}).keys() - set(self._state.extra)):
                 self._reporter.say("note", text=f"extra state {name} of the checkpoint is not used by this job")
         return True

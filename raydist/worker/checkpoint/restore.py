@@ -241,10 +241,12 @@ def _absent(run: RunDir, step: int, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `load` has read. `extra`: names of the extra states that were read; `anew`: name -> why it was not read."""
+    """What `load` has read. `extra`: names of the extra states that were read; `anew`: name -> why it was not read. `partly`: those
+    of which tensors with other shapes were not read."""
 
     extra: frozenset[str] = frozenset()
     anew: dict[str, str] = field(default_factory=dict)
+    partly: frozenset[str] = frozenset()
 
 
 def load(
@@ -284,11 +286,12 @@ def load(
     why = {name: _why_anew(found, name, wanted, own, rank, same_mesh) for name in extra}
     not_joined = {name: joined_state.why_not(found, name, rank_tensors, sources[name]) for name in joins}
     moved = [name for name in joins if not same_mesh or joined_state.has_other_parts(found, own, rank, name)]
-    every = gather_json([moved, why, not_joined], group)
-    joined = {name: joins[name] for moved, _, _ in every for name in moved}
+    reshaped = [n for n, those in sources.items() if those and joined_state.reshaped(found, rank_tensors, those)]
+    every = gather_json([moved, why, not_joined, reshaped], group)
+    joined = {name: joins[name] for moved, *_ in every for name in moved}
     anew = {
         name: why
-        for _, exact, other in reversed(every)
+        for _, exact, other, _ in reversed(every)
         for name, why in {**exact, **{name: other[name] for name in joined}}.items()
         if why is not None
     }
@@ -321,7 +324,8 @@ def load(
         raise CheckpointError(f"{run.uri}: {text}") from failure
     finally:
         release(run, found.step)
-    return Loaded(frozenset(extra) - anew.keys(), anew)
+    partly = {name for *_, names in every for name in names if name in joined} - anew.keys()
+    return Loaded(frozenset(extra) - anew.keys(), anew, frozenset(partly))
 
 
 def _why_anew(

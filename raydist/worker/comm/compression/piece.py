@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from raydist.worker.comm.compressors import Matrix, Rows, Sums
+from raydist.worker.comm.compressors import Matrix, Rows, Sums, sides
 
 
 @dataclass(slots=True)
@@ -111,8 +111,8 @@ class Piece:
         for name, shape, at, length in self.places():
             mine, its = values[..., at : at + length], result[..., at : at + length]
             if len(shape) > 1 and length:
-                columns = shape[1:].numel()
-                form = (self.world, -1, columns) if self.packed else (1, -1, columns)
+                count, rows, columns = sides(shape)
+                form = (self.world if self.packed else 1, -1, *([rows] if count > 1 else []), columns)
                 matrices.append(Matrix(name, mine.view(form), its.view(form)))
             elif length:
                 rest.append((mine, its))

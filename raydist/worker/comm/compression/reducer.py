@@ -33,7 +33,7 @@ from raydist.worker.comm import compressors, gloo_p2p
 from raydist.worker.comm.compression import piece as pieces
 from raydist.worker.comm.compression.lane import Lane
 from raydist.worker.comm.compression.piece import Piece
-from raydist.worker.comm.compressors import Rows, Sums
+from raydist.worker.comm.compressors import Rows, Sums, sides
 from raydist.worker.comm.groups import another
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.metrics import collective_counters
@@ -101,7 +101,7 @@ class Reducer:
     def _with_state(self, piece: Piece) -> Piece:
         if isinstance(self._compressor, Sums):
             for name, shape in piece.shapes.items():
-                if len(shape) > 1 and (made := self._compressor.state(name, shape[0], shape[1:].numel())) is not None:
+                if len(shape) > 1 and (made := self._compressor.state(name, *sides(shape))) is not None:
                     piece.kept_state[name] = made.to(self.device)
         if self.feedback:
             piece.kept = torch.zeros(self.world, piece.size, device=self.device)
@@ -121,7 +121,9 @@ class Reducer:
             [
                 [
                     [*piece.shapes],
-                    self._compressor.row_bytes(piece.size) if isinstance(self._compressor, Rows) else piece.size,
+                    self._compressor.row_bytes(piece.size)
+                    if isinstance(self._compressor, Rows)
+                    else [piece.size, *(tensor.numel() for tensor in piece.kept_state.values())],
                 ]
                 for piece in self.pieces
             ],

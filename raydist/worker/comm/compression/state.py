@@ -133,7 +133,9 @@ class Compression(StepHook):
             shape, every = tuple(tensor.shape), with_rows.get(_rows(name)[0], [])
             those = [s for s in every if s == name or _common(name, shape, s, saved[s])]
             if name.startswith(SHARED):
-                found[name] = [s for s in those if saved[s] == shape][:1]
+                # Of several matrices each has a row here, as it has in the parameter, and ranks may share them in another way.
+                several = len(shape) > 2
+                found[name] = [s for s in those if saved[s][several:] == shape[several:]][: None if several else 1]
             elif not every or any(saved[s] != shape if s == name else saved[s][1:] != shape[1:] for s in those):
                 return None
             else:  # none of a part that only fills up
@@ -144,10 +146,13 @@ class Compression(StepHook):
         """See `Joins.join`.
 
         Of what is left: on one stretch of it. Each rank has another stretch, so the sum over the ranks is to the bit what it was,
-        however many there are. What all ranks had alike is taken from the first.
+        however many there are. What all ranks had alike is taken from the first, and of several matrices from those that had them.
         """
         if name.startswith(SHARED):
-            if first:
+            if total.dim() > 2:
+                rows, its_rows = _common_rows(name, total, source, of_rank)
+                total[rows] = of_rank[its_rows]
+            elif first:
                 total.copy_(of_rank)
             return
         if name in self._elsewhere:
@@ -156,11 +161,10 @@ class Compression(StepHook):
             r for r in self._reducers if any(name == _key(LEFT, n, r.part) for p in r.pieces for n in p.shapes)
         )
         if source != name:
-            common = _common(name, total.shape, source, of_rank.shape)
-            begin, its_begin = (_rows(n)[1] * len(t) for n, t in ((name, total), (source, of_rank)))
-            rows = of_rank[common.start - its_begin : common.stop - its_begin]
+            rows, its_rows = _common_rows(name, total, source, of_rank)
+            taken = of_rank[its_rows]
             of_rank = torch.zeros_like(total)
-            of_rank[common.start - begin : common.stop - begin] = rows
+            of_rank[rows] = taken
         place, ranks = reducer.ranks.index(reducer.me), len(reducer.ranks)
         total.view(-1).tensor_split(ranks)[place].add_(of_rank.reshape(-1).tensor_split(ranks)[place])
 
@@ -182,3 +186,10 @@ def _common(key: str, shape: Sequence[int], other: str, its_shape: Sequence[int]
         (_rows(k)[1] * (s[0] if s else 1), s[0] if s else 1) for k, s in ((key, shape), (other, its_shape))
     )
     return range(max(begin, its_begin), max(min(begin + rows, its_begin + its_rows), begin, its_begin))
+
+
+def _common_rows(key: str, tensor: Tensor, other: str, its: Tensor) -> tuple[slice, slice]:
+    """Where the rows that both have are in each of them."""
+    common = _common(key, tensor.shape, other, its.shape)
+    begin, its_begin = (_rows(n)[1] * len(t) for n, t in ((key, tensor), (other, its)))
+    return slice(common.start - begin, common.stop - begin), slice(common.start - its_begin, common.stop - its_begin)

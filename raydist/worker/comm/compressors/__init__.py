@@ -25,6 +25,7 @@ Optional, at the top level of the file, and free of torch (see raydist/registry.
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -64,11 +65,19 @@ class Rows(ABC):
             total_S.add_(row[0])
 
 
+def sides(shape: Sequence[int]) -> tuple[int, int, int]:
+    """A gradient of two or more dimensions as (matrices, rows, columns): the experts of a layer, [E, r, c], are E matrices, if the
+    factors are then smaller than of one matrix whose rows are the first dimension, as a convolution's are not."""
+    whole = 1, shape[0], math.prod(shape[1:])
+    stack = math.prod(shape[:-2]), shape[-2], shape[-1]
+    return min((whole, stack), key=lambda form: form[0] * (form[1] + form[2]))
+
+
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A gradient of two or more dimensions, as a matrix [r, c]: its rows are those of `values`, [P, r/P, c], part after part.
+    """A gradient as a matrix [r, c], part after part: `values` are [P, r/P, c]. Or several, see `sides`: [P, E/P, r, c].
 
-    `values`: this rank's contribution. `result`: where the sum goes. Rows that only fill up the last parts are zeros.
+    `values`: this rank's contribution. `result`: where the sum goes. What only fills up the last parts is zeros.
     """
 
     name: str
@@ -83,8 +92,8 @@ class Sums(ABC):
         """Raises UserError if it can compress none of these parameters. With `PLAN.checks_shapes`, also before workers start."""
 
     @abstractmethod
-    def state(self, name: str, rows: int, columns: int) -> Tensor | None:
-        """What it keeps of a matrix between steps, equal on all ranks, at the start; None: nothing."""
+    def state(self, name: str, count: int, rows: int, columns: int) -> Tensor | None:
+        """What it keeps of a matrix, or of `count` of them, between steps, equal on all ranks, at the start; None: nothing."""
 
     @abstractmethod
     def reduce(
