@@ -48,6 +48,16 @@ class Kept:
         self.values, self.loads = dict(values), self.loads + 1
 
 
+class Joined(Kept):
+    """It adds up what the ranks had, of tensors of the same shape."""
+
+    def sources(self, own: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ...]]) -> Mapping[str, list[str]]:
+        return {n: [n] if saved[n] == tuple(t.shape) else [] for n, t in own.items()}
+
+    def join(self, name: str, total: Tensor, source: str, of_rank: Tensor, first: bool) -> None:
+        total += of_rank
+
+
 def made(rank: Rank, fill: float) -> tuple[TrainState, dict[str, Kept]]:
     """A model with three extra states: equal on all ranks, split over them, and separate on each rank."""
     model = nn.Linear(3, 2)
@@ -146,9 +156,12 @@ def test_not_in_the_checkpoint(ranks: Any, tmp_path: Path) -> None:
 def trained(
     rank: Rank, dataset: str, path: str, attempt: int, until: int, names: tuple[str, ...]
 ) -> tuple[list[float], list[str]]:
-    """An attempt of the whole loop with per-rank counters; (their values at the end, the notes)."""
+    """An attempt of the whole loop with per-rank counters; (their values at the end, the notes). One that is joined has a second
+    tensor, of another shape in each attempt."""
     notes: list[str] = []
     counters = {name: Kept({"count": torch.zeros(1)}, {}, per_rank=True) for name in names}
+    if "joined" in counters:
+        counters["joined"] = Joined({"count": torch.zeros(1), "other": torch.ones(attempt)}, {}, per_rank=True)
     make, before_update = CheckpointManager.__init__, CheckpointManager.before_update
 
     def registered(self: CheckpointManager, *args: Any, **kwargs: Any) -> None:
@@ -179,15 +192,21 @@ def trained(
 
 def test_in_the_whole_loop(ranks: Any, dataset: str, tmp_path: Path) -> None:
     """Two ranks continue their own counts; with a third rank all are reset, which a note reports; a note also reports a name that
-    the checkpoint lacks, and one that the job no longer has."""
+    the checkpoint lacks, and one that the job no longer has. What ranks had of a state with a tensor of another shape is added up,
+    without this tensor, which a note reports."""
     path = str(tmp_path / "run")
-    assert run(ranks, trained, 2, dataset, path, 1, 3, ("steps",)) == [([3.0], []), ([6.0], [])]
-    assert run(ranks, trained, 2, dataset, path, 2, 5, ("steps",)) == [([5.0], []), ([10.0], [])]
+    assert run(ranks, trained, 2, dataset, path, 1, 3, ("steps", "joined")) == [([3.0, 3.0], []), ([6.0, 6.0], [])]
+    note = "extra state joined: its tensors that were saved with other shapes start from their initial values"
+    assert run(ranks, trained, 2, dataset, path, 2, 5, ("steps", "joined")) == [
+        ([5.0, 11.0], [note]),
+        ([10.0, 13.0], []),
+    ]
     found = run(ranks, trained, 3, dataset, path, 3, 7, ("steps", "new"))
     assert [counts for counts, _ in found] == [[2.0, 2.0], [4.0, 4.0], [6.0, 6.0]]
     assert found[0][1] == [
         "extra state steps starts from its initial value: it belongs to ranks, and was saved on the mesh {'data': 2}",
         "extra state new starts from its initial value: it is not in the checkpoint",
+        "extra state joined of the checkpoint is not used by this job",
     ]
     ((_, notes), *_) = run(ranks, trained, 2, dataset, path, 4, 8, ())
     assert notes == [f"extra state {name} of the checkpoint is not used by this job" for name in ("new", "steps")]
