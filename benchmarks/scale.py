@@ -1,10 +1,10 @@
 """The control plane of a run with 104 to 20,000 ranks: seconds to start an attempt and to replace a failed one, memory, messages.
 
-    python benchmarks/scale.py [--ranks 104 1000 4000 10000 20000] [--hosts 2] [--steady 10] [--lost 8]
+    python benchmarks/scale.py [--ranks 104 1000 4000 10000 20000] [--hosts 2] [--steady 10] [--lost 8] [--ray-only]
 
 A private Ray with the real Supervisor, RestartLoop, Elasticity, Group and MemoryCheckpoints in this process, and the real
 Coordinator and RunMonitor as actors. The nodes, with 8 ranks each, are simulated in `--hosts` more actors (scale_nodes.py), whose
-agents keep the protocol: so every message is sent by Ray. Not included: Ray Train's own work to place and start workers, the ranks'
+agents keep the protocol: so every message is a real one. Not included: Ray Train's own work to place and start workers, the ranks'
 own start, and the rows of node monitors (monitor.py --tree has these).
 
 In this order, each from the attempt before: the start; some seconds of training; one rank dies, and all others lose a connection;
@@ -16,8 +16,9 @@ one, the run ends, and the same command continues it (tests/end_to_end/test_node
 cut off from when the coordinator noticed it, `--lost` seconds after its last beat. "over": the same until the driver had the result
 of the attempt; "placed": until the files of the copies in memory were on the nodes that need them; "first order". Processor time is
 that of the process in these seconds. All share this machine's cores: on a cluster the simulated agents would not, so
-"control_cpu_s" has what the driver, the coordinator and the monitor need together. "messages": to the coordinator, beats included;
-the other counts are of the calls in them (of `next` and `ended` one a rank), and of the driver's calls of memory stores.
+"control_cpu_s" has what the driver, the coordinator and the monitor need together. "messages": to the coordinator, beats included,
+over control connections or, as "messages by Ray", through Ray; the other counts are of the calls in them (of `next` and `ended` one
+a rank), and of the driver's calls of memory stores. `--ray-only`: no control connections.
 
 Prints a table over the sizes and draws it (docs/images/scale.svg). A size that fails is in the result with what failed: what breaks
 first beyond the largest one that holds.
@@ -125,7 +126,8 @@ class Run:
         """The figures so far."""
         self._sent: Counter[str] = Counter()
         host = ray.remote(Host).options(num_cpus=0, max_concurrency=100_000)
-        self.cluster = Cluster(ranks // PER_NODE, [host.remote() for _ in range(options.hosts)], options.lost)
+        hosts = [host.remote() for _ in range(options.hosts)]
+        self.cluster = Cluster(ranks // PER_NODE, hosts, options.lost, "" if options.ray_only else "127.0.0.1")
         self.run = RunDir(f"{folder}/run-{ranks}")
         spec = JobSpec.model_validate(
             {
@@ -285,6 +287,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--steady", type=float, default=10.0)
     parser.add_argument("--lost", type=float, default=coordinator.LOST_S)
+    parser.add_argument("--ray-only", action="store_true", help="no control connections")
     options = parser.parse_args()
     found = {}
     for ranks in options.ranks:

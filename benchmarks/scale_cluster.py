@@ -30,9 +30,9 @@ from raydist.cluster.run.root_cause import Failure
 class CoordinatorOfSlowNodes(Coordinator):
     """The real one, but agents may be silent for longer: the simulated ones share a few cores."""
 
-    def __init__(self, lost_s: float) -> None:
+    def __init__(self, lost_s: float, host: str) -> None:
         coordinator.LOST_S = coordinator.LOST_AFTER_A_FAILURE_S = lost_s
-        super().__init__()
+        super().__init__(host)
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,14 @@ class _Method:
 
 @dataclass
 class Cluster:
-    """`count` nodes of 8 GPUs, on these actors. `lost_s`: how long they may be silent. `dead`: nodes that Ray knows to be dead;
-    `gone`: that do not answer.
+    """`count` nodes of 8 GPUs, on these actors. `lost_s`: how long they may be silent. `control`: on which address the
+    coordinator listens; "": on none. `dead`: nodes that Ray knows to be dead; `gone`: that do not answer.
     """
 
     count: int
     hosts: Sequence[Any]
     lost_s: float
+    control: str = "127.0.0.1"
     gone: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
     reserved: Counter[str] = field(default_factory=Counter)
@@ -125,7 +126,7 @@ class Cluster:
     def start_coordinator(self) -> Any:
         """The coordinator, with a limit for silent agents."""
         actor = ray.remote(CoordinatorOfSlowNodes).options(num_cpus=0, max_concurrency=100_000)
-        return actor.remote(self.lost_s)
+        return actor.remote(self.lost_s, self.control)
 
     def run_attempt(self, train_fn: str, config: Mapping[str, Any], **given: Any) -> AttemptResult:
         """In place of Ray Train's `fit`: starts the agents, and returns when all have left."""

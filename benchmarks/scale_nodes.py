@@ -1,8 +1,9 @@
 """The simulated agents and memory stores of benchmarks/scale.py, which keep the protocol of the real ones.
 
 Runs in: Ray actors, each of which stands for some of the nodes of scale_cluster.py. Never imports torch. All messages between these
-and the coordinator, the monitor and the driver are real ones, of Ray. The calls of a node's agents are one message, as its relay
-(launch/relay.py) makes them one; the relay's own work is left out, since each node has its own processor for it.
+and the coordinator, the monitor and the driver are real ones, of Ray or over control connections. The calls of a node's
+agents are one message, as its relay (launch/relay.py) makes them one; the relay's own work is left out, since each node has its own
+processor for it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from raydist.checkpoint.memory_layout import Shard
 from raydist.cluster.run import coordinator
 from raydist.cluster.run.memory_checkpoint_recovery import Copy, Inventory
+from raydist.launch.control_connection import ControlClient
 from raydist.records import StepRecord
 
 PER_NODE = 8
@@ -45,9 +47,12 @@ class Agent:
 
 @dataclass(slots=True)
 class Node:
-    """One fake node. `cut`: its network is cut. `told`: when it sent its last message that was no beat."""
+    """One fake node. `control`: its relay's side of the connection to the coordinator. `cut`: its network is cut. `told`: when it
+    sent its last message that was no beat.
+    """
 
     name: str
+    control: ControlClient
     agents: list[Agent] = field(default_factory=list)
     cut: bool = False
     told: float = 0.0
@@ -92,7 +97,7 @@ class Host:
     async def begin(self, handle: Any, group: int, members: Sequence[tuple[int, str, int]]) -> None:
         """Ray Train has started these agents: (number, node, local rank)."""
         self.group, self.coordinator = group, handle
-        self.nodes = {name: Node(name) for _, name, _ in members}
+        self.nodes = {name: Node(name, ControlClient(self._by_ray)) for _, name, _ in members}
         for number, name, local in members:
             offer = {"node": name, "local_rank": local, "host": "10.0.0.1", "port": 1, "placement_group": "p"}
             self.nodes[name].agents.append(Agent(number, offer))
@@ -178,9 +183,13 @@ class Host:
 
     # --- inside
 
-    def _many(self, calls: Sequence[Any]) -> Any:
+    def _many(self, node: Node, calls: Sequence[Any]) -> Any:
         self.messages["messages"] += 1
-        return self.coordinator.many.remote(calls)
+        return node.control.many(calls)
+
+    def _by_ray(self, calls: Sequence[Any], connection: str) -> Any:
+        self.messages["messages by Ray"] += 1
+        return self.coordinator.many.remote(calls, connection)
 
     def _count(self, method: str, given: Any, calls: int = 1) -> None:
         self.messages[method] += calls
@@ -200,7 +209,7 @@ class Host:
             asked = time.monotonic()
             if asked - node.told < (beat_s - coordinator.BEAT_S) / 2:
                 continue
-            answer = await self._many(calls)
+            answer = await self._many(node, calls)
             self.waits.append(time.monotonic() - asked)
             self.messages["beat"] += len(calls)
             self.bytes["beats of a node"] = len(pickle.dumps(calls)) + len(pickle.dumps(answer))
@@ -210,7 +219,7 @@ class Host:
         while True:
             node.told = time.monotonic()
             calls = [["next", self.group, agent.number, agent.seen, agent.offer] for agent in node.agents]
-            answers = await self._many(calls)
+            answers = await self._many(node, calls)
             if node.cut:
                 return
             self.messages["next"] += len(answers)
@@ -262,7 +271,7 @@ class Host:
         self._count("ended", calls[0][2:], len(calls))
         for agent in reports:
             agent.rank = None
-        await self._many(calls)
+        await self._many(node, calls)
 
 
 def died(how: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from raydist.errors import StorageError
 from raydist.ipc import heartbeat as heartbeat_ipc
 from raydist.ipc import mailbox
 from raydist.ipc.stack_dump import Witness, waits, where
+from raydist.launch.control_connection import ControlClient
 from raydist.launch.fork_server import ForkServer, Process, share_zygote
 from raydist.launch.oom_detector import MemoryWatch
 from raydist.launch.rank_main import facts
@@ -74,7 +75,7 @@ class _Agent:
         alone = int(os.environ["LOCAL_WORLD_SIZE"]) < 2
         key = f"{ray.get_runtime_context().get_job_id()} {self._group} {self._node}"
         self._zygote = None if alone else self._shared_zygote(key, config["env"])
-        self._link = Link(self._direct, self._coordinator.many.remote, None if alone else key)
+        self._link = Link(self._direct, ControlClient(self._coordinator.many.remote).many, None if alone else key)
         self.server = ForkServer()
         self._port = hold_port(self.node_ip)
         self._attempt: _Attempt | None = None

@@ -4,6 +4,8 @@ Runs in: each Ray Train worker, in threads. Imports neither ray nor torch: the a
 
     agents of a node --Link--> Relay, in the first of them --many([call, call, ...])--> Coordinator
 
+With many nodes that message goes over a connection of the relay's own instead (control_connection.py).
+
 A call of Ray takes the coordinator about 0.3 ms, whatever it does. With a beat a second from every agent one process could
 therefore serve about 2,000 agents; with eight agents on a node it serves eight times as many. An agent whose relay does not answer,
 or has exited, calls the coordinator itself.
@@ -75,6 +77,8 @@ class MergedCalls:
 
     async def _sent(self, calls: list[_Call]) -> None:
         calls = [call for call in calls if not call.answer.done()]
+        if not calls:
+            return
         try:
             answers = await self._many([[call.method, *call.given] for call in calls])
         except Exception as error:

@@ -92,6 +92,27 @@ def test_an_attempt_that_ends_well() -> None:
     run(test())
 
 
+def test_an_order_to_train_that_was_lost_on_the_way() -> None:
+    """An agent that asks again, when its rank is to be killed, gets both orders: without the first it would have no rank that ends,
+    and the attempt would not be over."""
+
+    async def test() -> None:
+        made, waiting = await ready()
+        await made.begin(1, {}, 2)
+        first = [await task for task in waiting]
+        result = asyncio.create_task(made.result(1))
+        await made.ended(1, 0, 1, DIED)
+        while made._order["do"] != "kill":
+            await asyncio.sleep(0)
+        again = await made.next(1, 1, 1, offer(1))
+        assert {**again, "waited_s": 0} == {**first[1], "waited_s": 0}
+        assert (await made.next(1, 1, again["number"], offer(1)))["do"] == "kill"
+        await made.ended(1, 1, 1, DIED)
+        assert list(await result) == [0]
+
+    run(test())
+
+
 def test_ranks_on_nodes() -> None:
     """Two agents on each node: local ranks are the agents', and nodes are numbered in the order of the ranks."""
 

@@ -5,7 +5,7 @@ and by Ray Train's controller (ray_train_adapter.py). Imports neither torch nor 
 
     driver:     open(group) . begin(attempt, size) . result(attempt) . cancel ......... leave
     agents:     next ........ train, as rank r ..... ended(report) | late, look, seen | kill .. leave     beat, every `beat_s`
-                (those of one node in one message: many)
+                (those of one node in one message: many; of many nodes, by control connections)
     controller:                                      agent_died(agent)
 
 An attempt has the first `size` living agents of its group. It is over when for every rank the agent has reported how its process
@@ -27,9 +27,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydist.cluster.run.root_cause import RankError, Reports, by_this_clock
+from raydist.cluster.run.root_cause import Reports, by_this_clock
 from raydist.diagnosis._hang import RankView, judge
 from raydist.ipc import RENDEZVOUS_SECRET
+from raydist.launch.control_connection import ControlServer
 from raydist.launch.rendezvous import new_secret, rank_variables
 
 CAUSE_S = 2.0
@@ -56,10 +57,8 @@ class _Agent:
 
     offer: Mapping[str, Any]
     beat: float
-    lost: dict[str, Any] | None = None
-    """Why it is no longer in the group: the fields of RankError."""
-    waiting: list[asyncio.Event] = field(default_factory=list)
-    """Of its calls of `next`."""
+    lost: dict[str, Any] | None = None  # why it is no longer in the group: the fields of RankError
+    waiting: list[asyncio.Event] = field(default_factory=list)  # of its calls of `next`
 
     def wake(self) -> None:
         """There is a new order, or it is no longer in the group."""
@@ -69,17 +68,17 @@ class _Agent:
 
 
 class Coordinator:
-    """See the module. All methods are coroutines of one event loop."""
+    """See the module. All methods are coroutines of one event loop. `host`: where it listens (control_connection.py), or ""."""
 
-    def __init__(self) -> None:
-        self._waiting: list[asyncio.Future[None]] = []
-        """The driver's calls; those of the agents wait for news of their own."""
+    def __init__(self, host: str = "") -> None:
+        self._control = ControlServer(host, self.many)
+        self._waiting: list[asyncio.Future[None]] = []  # the driver's calls; an agent's one waits for its own news
         self._group = self._size = 0
         self._agents: dict[int, _Agent] = {}
         self._order: dict[str, Any] = {"number": 0, "do": "wait"}
+        self._train = self._order  # the newest one to train
         self._attempt, self._monitor, self._begun = 0, None, 0.0
-        self._nodes: set[str] = set()
-        """With agents of the group, or of the attempt."""
+        self._nodes: set[str] = set()  # with agents of the group, or of the attempt
         self._clear({})
         self._views: dict[int, dict[str, Any]] = {}
         self._late = False
@@ -105,7 +104,6 @@ class Coordinator:
 
     async def begin(self, attempt: int, job: Mapping[str, Any], size: int, monitor: Any = None) -> None:
         """Starts an attempt of `size` ranks with the input `job`. With fewer living agents the attempt has failed.
-
         Attempt numbers ascend over all runs of the group: reports of an earlier attempt are ignored. `monitor`: the actor handle
         of the run's monitor, to which the agents forward the records of their ranks.
         """
@@ -166,7 +164,7 @@ class Coordinator:
             await self._until(self._over, _ECHO_S + _ECHO_RANK_S * len(self._ranks))
 
     async def _kill(self) -> None:
-        """First waits until every agent has its order to train: an agent receives only the newest order."""
+        """First waits until every agent has its order to train: an agent receives only the newest order, and this one."""
         attempt = self._attempt
         await self._until(lambda: not self._without_order)
         if attempt == self._attempt:
@@ -203,8 +201,7 @@ class Coordinator:
         gone = set(nodes)
         for agent in self._agents.values():
             if agent.offer["node"] in gone and agent.lost is None:
-                error = RankError(None, "Retired", "its node is no longer used", kind="node_died")
-                agent.lost = _plain(error)
+                agent.lost = _gone("Retired", "its node is no longer used")
                 agent.wake()
         self._notify()
 
@@ -232,11 +229,13 @@ class Coordinator:
         """The actor handle of that attempt's monitor; None if another has begun. Not in the orders: it takes long to pickle."""
         return self._monitor if (group, attempt) == (self._group, self._attempt) else None
 
-    async def many(self, calls: Sequence[Sequence[Any]]) -> dict[int, Any]:
+    async def many(self, calls: Sequence[Sequence[Any]], connection: str | None = None) -> dict[int, Any]:
         """Calls of the agents of one node, [method, arguments ...]. Returns the answers of those that are done, by their place,
-        once there is one; the others are to be made again.
+        once there is one; the others are to be made again. `connection`: through Ray, see `ControlServer.through_ray`.
         """
         assert all(method in _OF_AGENTS for method, *_ in calls), calls
+        if connection is not None:
+            return await self._control.through_ray(calls, connection, offer=len(self._nodes) > BEATS)
         others = {place: call for place, call in enumerate(calls) if call[0] != "next"}
         answers = {place: await getattr(self, method)(*given) for place, (method, *given) in others.items()}
         asked = {place: given for place, (method, *given) in enumerate(calls) if method == "next"}
@@ -244,9 +243,7 @@ class Coordinator:
 
     async def ended(self, group: int, rank: int, attempt: int, report: dict[str, Any]) -> None:
         """How a rank's process ended. `report` has `outcome`, `error` (the fields of RankFailed) or `died` (pid, node_ip, how,
-        starved).
-
-        Also `at`, Unix time, and `silent_s`, seconds since its last progress.
+        starved). Also `at`, Unix time, and `silent_s`, seconds since its last progress.
         """
         if (group, attempt) == (self._group, self._attempt) and rank in self._agent_of:
             self._agents[self._agent_of[rank]].beat = time.monotonic()
@@ -309,6 +306,8 @@ class Coordinator:
             return order
         if agent not in self._ranks:
             return {"number": order["number"], "do": "wait"}
+        if seen < self._train["number"]:  # the answer to its last call was lost, and its rank must start to end
+            order = self._train
         if order["do"] == "train":
             self._without_order.discard(agent)
             return {**order, "env": {**order["env"], **self._ranks[agent]}, "waited_s": time.monotonic() - self._begun}
@@ -327,12 +326,10 @@ class Coordinator:
 
     def _clear(self, ranks: dict[int, dict[str, str]]) -> None:
         """What is known of an attempt before its first report."""
-        self._ranks = ranks
-        """Agent -> the environment of its rank in the present attempt, with the variables of torchrun."""
+        self._ranks = ranks  # agent -> the environment of its rank in the present attempt, as torchrun sets it
         self._agent_of = {int(env["RANK"]): number for number, env in ranks.items()}
         self._reports = Reports()
-        self._without_order = set(ranks)
-        """Agents that have neither received the order to train nor reported."""
+        self._without_order = set(ranks)  # agents that have neither received the order to train nor reported
 
     def _report(self, rank: int, report: dict[str, Any]) -> None:
         self._reports.add(rank, {**report, "seen": time.monotonic()})
@@ -368,7 +365,7 @@ class Coordinator:
                 if now - agent.beat > limit + min(queue, limit):
                     where = f"node {agent.offer['node'][:8]} ({agent.offer['host']})"
                     message = f"{where} has not answered for {now - agent.beat:.0f} s"
-                    self._lose(number, _plain(RankError(None, "NodeLost", message, kind="node_died")))
+                    self._lose(number, _gone("NodeLost", message))
             self._notify()
 
     def _over(self) -> bool:
@@ -376,6 +373,8 @@ class Coordinator:
 
     async def _command(self, do: str, **what: Any) -> None:
         self._order = {"number": self._order["number"] + 1, "do": do, **what}
+        if do == "train":
+            self._train = self._order
         for agent in self._agents.values():
             agent.wake()
         self._notify()
@@ -396,5 +395,5 @@ class Coordinator:
                     await woken
 
 
-def _plain(error: RankError) -> dict[str, Any]:
-    return {"type_name": error.type_name, "message": error.message, "kind": error.kind}
+def _gone(type_name: str, message: str) -> dict[str, Any]:
+    return {"type_name": type_name, "message": message, "kind": "node_died"}

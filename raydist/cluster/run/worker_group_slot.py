@@ -120,4 +120,5 @@ def start_coordinator() -> Any:
 
     node = ray.get_runtime_context().get_node_id()
     here = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    return ray.remote(Coordinator).options(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here).remote()
+    actor = ray.remote(Coordinator).options(num_cpus=0, max_concurrency=100_000, scheduling_strategy=here)
+    return actor.remote(ray.util.get_node_ip_address())
