@@ -25,7 +25,6 @@ import psutil
 import pytest
 
 from raydist.ipc import mailbox
-from raydist.observe import write_ahead_log
 from raydist.private_files import is_private_folder
 from tests.processes import command_line, runs
 
@@ -119,9 +118,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Ite
 
 
 def _clear_after_killed_drivers() -> None:
-    """Does what a start of raydist does, in an hour at the latest: tests kill drivers, and after the last no other starts."""
-    for path in SHM.glob(f"raydist-{os.getuid()}-journal-*"):
-        write_ahead_log._remove_unused(path, kept_s=0.0)
+    """Does what a start of raydist does: tests kill drivers, and after the last no other starts."""
     for path in SHM.glob(f"raydist-{os.getuid()}-board-*"):
         if is_private_folder(path) and not any(mailbox._is_written(row) for row in path.iterdir()):
             shutil.rmtree(path)
@@ -154,8 +151,17 @@ def _processes() -> Iterator[psutil.Process]:
             if process.pid == mine or not _marked(process.pid, mark) or not runs(process):
                 continue
             helpers = (*HELPERS, "tests.host_zygotes", "tests.forked")
-            if not (process.ppid() == mine and any(name in command_line(process) for name in helpers)):
-                yield process
+            if process.ppid() == mine and any(name in command_line(process) for name in helpers):
+                continue
+            if "raydist-journal" in command_line(process) and _pipes(process.pid) & _pipes(mine):
+                continue  # it waits for the end of this process, which has monitors that were not closed
+            yield process
+
+
+def _pipes(pid: int) -> set[str]:
+    """The pipes that it has open."""
+    opened = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink())
+    return {name for name in opened if name.startswith("pipe:")}
 
 
 def _marked(pid: int, mark: bytes) -> bool:

@@ -27,22 +27,6 @@ def test_leaves():
     Path("left").write_text(f"{{sleeping.pid}} {{listening.getsockname()[1]}} {{kept[-1]}}")
 """
 
-KILLED = """
-import os, subprocess
-from pathlib import Path
-from raydist.observe import write_ahead_log
-from raydist.run.driver_process import this_process
-def test_kills_a_driver():
-    write_ahead_log.SHM = Path("shm").resolve()
-    driver = subprocess.Popen(["sleep", "600"])
-    journal = write_ahead_log.WriteAheadLog("run", this_process(driver.pid))
-    journal.add({"event": {}})
-    journal._drop.detach()
-    os.close(journal._files[0])
-    driver.kill()
-    driver.wait()
-"""
-
 
 @pytest.mark.parametrize("options", [[], ["-n", "1"]])
 def test_a_session_that_leaves_something_fails(tmp_path: Path, options: list[str]) -> None:
@@ -70,14 +54,6 @@ def test_a_session_that_leaves_nothing_passes(tmp_path: Path) -> None:
     code, out = session(tmp_path)
     assert code == 0, out
     assert "left behind" not in out
-
-
-def test_the_journal_of_a_killed_driver_is_removed(tmp_path: Path) -> None:
-    """raydist keeps it for the run's next driver, for an hour: of the last test that kills one there is none."""
-    (tmp_path / "test_it.py").write_text(KILLED)
-    code, out = session(tmp_path)
-    assert code == 0, out
-    assert not list((tmp_path / "shm").iterdir())
 
 
 def session(folder: Path, *options: str, wait_s: float = leftovers.WITHIN_S) -> tuple[int, str]:

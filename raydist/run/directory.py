@@ -19,6 +19,7 @@ Runs anywhere.
         checkpoints/step-00000200/MANIFEST-0001.json and shards; 0001 is the attempt that saved it
         attempts/0002.json                    attempt 2 has started: earlier attempts may not commit any more
         attempts/0002-from-00000200.json      and the step from which it resumed
+        journals/*.jsonl                      events of a killed driver, for the next one (raydist/observe/write_ahead_log.py)
         mirrors/*.json                        the replicas in local folders that the run has had (raydist/checkpoint/mirrors.py)
         drivers/000007.json                   the run's driver, and its lease (raydist/run/lease.py)
         drivers/000007.stop                   `raydist stop` has asked that driver to end
@@ -55,7 +56,8 @@ _SHOWN, _LOOKED, _SIMILAR = 10, 60, 0.6
 SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER, REPORT = (
     "spec.yaml", "state.json", "events.jsonl", "metrics", "logs", "tensorboard", "ledger", "report.html",
 )  # fmt: skip
-CHECKPOINTS, ATTEMPTS, DRIVERS, FAULTS, DRIFT = "checkpoints", "attempts", "drivers", "faults", "drift"
+CHECKPOINTS, ATTEMPTS, DRIVERS, JOURNALS = "checkpoints", "attempts", "drivers", "journals"
+FAULTS, DRIFT = "faults", "drift"
 BUCKETS, COMM, SAMPLES, REQUESTS, TRACES, MIRRORS = "buckets", "comm", "samples", "requests", "traces", "mirrors"
 DATA = ".data"
 """In the folder of the runs: corpora that raydist prepared automatically."""
@@ -66,12 +68,10 @@ TUNED = ".tuned"
 
 _MARKS = SPEC, SWEEP_CELLS, ATTEMPTS, DRIVERS
 """Each folder of a run or a sweep has one of them from its first moment on."""
-_DELETED = frozenset(
-    [
-        SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER, CHECKPOINTS, FAULTS, DRIFT, BUCKETS, SAMPLES, REQUESTS, TRACES,
-        REPORT, COMM, "export.jsonl", "mlflow.json", "wandb", "wandb.json",
-    ]
-)  # fmt: skip
+_DELETED = frozenset([
+    SPEC, STATE, EVENTS, METRICS, LOGS, TENSORBOARD, LEDGER, CHECKPOINTS, FAULTS, DRIFT, BUCKETS, SAMPLES, REQUESTS, TRACES,
+    REPORT, COMM, JOURNALS, "export.jsonl", "mlflow.json", "wandb", "wandb.json",
+])  # fmt: skip
 """What `start_anew` deletes: all that raydist writes into a run's folder, but ATTEMPTS, DRIVERS and MIRRORS."""
 _UNFINISHED = tuple(f".tmp-{name}" for name in (SPEC, STATE, EVENTS, REPORT))
 

@@ -286,7 +286,7 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 
 def write_end(run: RunDir, status: str, cause: str) -> None:
-    """The end of a run whose monitor cannot write it: its state, and on local storage the event `ended`. The monitor's own records
+    """The end of a run whose monitor cannot write it: its state, and on local storage the event `ended`. The monitor's own events
     are in its journal, which the next start reads. Does what storage allows, and raises nothing.
     """
     now = time.time()

@@ -17,7 +17,9 @@ import yaml
 from raydist.checkpoint.memory_layout import SHM
 from raydist.faults import DamageCopy, Segfault
 from raydist.ipc import mailbox
+from raydist.observe import write_ahead_log
 from raydist.run.directory import RunDir
+from raydist.run.status import read_state
 from tests.exact import exact
 
 PLAIN = ("--set", "checkpoint.every=null", "--set", "recovery.snapshot_every=2")
@@ -65,19 +67,22 @@ def test_killed_ranks_go_on_from_memory(project: Any) -> None:
 
 
 def test_a_killed_driver_leaves_nothing_in_memory(project: Any) -> None:
-    """SIGKILL of the driver while the ranks wait in step 8: when the last rank has exited its folder is deleted; the run is lost,
-    and no rank of it is left."""
+    """SIGKILL of the driver while the ranks wait in step 8: when the last rank has exited its folder is deleted, and the monitor's
+    journal; the run is lost, and no rank of it is left."""
     process = project.start(
         "train", "job.yaml", "--name", "memory-driverless", *PLAIN, *project.options("memory-driverless", hold=15)
     )
     folder = until_copied(process)
+    run = RunDir(project.runs / "memory-driverless")
+    _, journal = write_ahead_log._place(run.full_uri, read_state(run)["driver"])
+    assert journal.exists()
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=300)
     deadline = time.monotonic() + 240
-    while folder.exists():
+    while folder.exists() or journal.exists():
         assert time.monotonic() < deadline, "its memory is still taken"
-        time.sleep(0.02)  # its cleaner deletes it
+        time.sleep(0.02)  # their cleaners delete them
     shown = project.show("memory-driverless")
     assert (shown["status"], shown["workers"]) == ("lost", [])
     assert 0 < shown["steps"] < 12
-    assert not mailbox.folder(RunDir(project.runs / "memory-driverless").uri).exists()
+    assert not mailbox.folder(run.uri).exists()

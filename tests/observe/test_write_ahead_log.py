@@ -22,6 +22,7 @@ from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.run.driver_process import this_process
 from raydist.run.log import read_events, read_steps
+from tests.observe.test_run_monitor import until
 
 Rows = Callable[..., list[dict[str, Any]]]
 
@@ -106,6 +107,8 @@ from raydist.run.driver_process import this_process
 
 run, shm, rows = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 write_ahead_log.SHM = shm
+if not int(sys.argv[4]):
+    write_ahead_log._KEEPER = "exit"
 driver = this_process()
 monitor = os.fork()
 if monitor == 0:
@@ -128,10 +131,13 @@ os.waitpid(monitor, 0)
 """
 
 
-def test_a_driver_that_is_killed_with_its_monitor(run: RunDir, rows: Rows, shm: Path) -> None:
-    """SIGKILL of both. The run's next monitor on the host stores the events that they had not stored, each once; not the steps,
-    which are trained again. While the killed driver's monitor still runs it takes nothing, and nothing of another run's journal."""
-    source = [sys.executable, "-c", KILLED, run.uri, str(shm), json.dumps(rows(range(1, 3)))]
+@pytest.mark.parametrize("keeper", [0, 1])
+def test_a_driver_that_is_killed_with_its_monitor(run: RunDir, rows: Rows, shm: Path, keeper: int) -> None:
+    """SIGKILL of both. The run's next monitor stores the events that they had not stored, each once; not the steps, which are
+    trained again. While the killed driver's monitor still runs it takes nothing, and nothing of another run's journal. After their
+    end nothing stays in /dev/shm; if the shell that sees to it was killed too (keeper 0), until the next start."""
+    run.storage.write("attempts/0001.json", b"{}")
+    source = [sys.executable, "-c", KILLED, run.uri, str(shm), json.dumps(rows(range(1, 3))), str(keeper)]
     with subprocess.Popen(source, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pid, _, told = process.stdout.readline().partition(" ")
@@ -145,12 +151,17 @@ def test_a_driver_that_is_killed_with_its_monitor(run: RunDir, rows: Rows, shm: 
         waiting.close()
     finally:
         os.kill(int(pid), signal.SIGKILL)
-    with journal.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until the last of its threads has ended
+    if keeper:
+        until(lambda: not journal.exists())
+        run.storage.write("journals/damaged.jsonl", b"{}\n")
+    else:
+        with journal.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the last of its threads has ended
     other = WriteAheadLog("other", killed)
     other.add({"event": Event("eval", 1.0, {"step": 9}).to_dict()})
     next_one = RunMonitor(run.uri, this_process(), interval_s=60.0)
     assert not journal.exists()
+    assert not run.storage.files("journals")
     # Its own monitor is killed before it has stored them, and replaced.
     next_one = RunMonitor(run.uri, next_one._driver, interval_s=60.0)
     assert next_one.snapshot()["events"] == []
