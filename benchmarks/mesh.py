@@ -1,14 +1,14 @@
 """Time of a training step on a mesh, beside torch doing the same, in one interleaved run.
 
-    python benchmarks/mesh.py [tensor | pipeline | expert | bubble] [--rounds 12] [--rate none | 1gbit | 200mbit]
+    python benchmarks/mesh.py [tensor | pipeline | expert | bubble | bubble_wide] [--rounds 12] [--rate none | 1gbit | 200mbit]
 
 With `--rate` each rank is on a host of its own, a network namespace whose link has that rate; it needs root. The result has also
 the bytes of rank 0's link in a step, with TCP's and Ethernet's headers, over those of `raydist plan`. A result joins those of other
 rates in the file.
 
-Two gloo ranks of one thread each train the same GPT on the same samples, with fused AdamW. They run all variants alternately, in a
-new order each round: one warm-up step, then two measured ones. raydist's is raydist.worker.step.TrainStep. The losses of the first
-step must agree.
+Two gloo ranks of one thread each train the same GPT on the same samples, with fused AdamW. Their processes have the variables that
+raydist sets for its ranks: with them malloc takes huge pages. They run all variants alternately, in a new order each round: one
+warm-up step, then two measured ones. raydist's is raydist.worker.step.TrainStep. The losses of the first step must agree.
 
 tensor: sequence parallel layers, a loss over a split vocabulary, and clipping; torch's is parallelize_module with the styles of its
 tutorial, loss_parallel and clip_grad_norm_.
@@ -20,6 +20,8 @@ norm and the loads of the experts, and torch's variant does neither.
 bubble: two micro-batches of four sequences in two stages, four and eight, raydist's alone: the speed of interleaved schedules over
 1F1B, where ranks wait a third of the step, and over what the formula of the bubble gives. The vocabulary is small, so that stages
 are nearly equal.
+bubble_wide: the same with layers of width 768, as GPT-2 small has. The multiplications of a stage grow with the square of the
+width, what passes between stages with the width, and what else a pass costs not at all.
 """
 
 from __future__ import annotations
@@ -41,8 +43,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import RESULTS, interleaved, machine, on_hosts, write
 from links import RATES, Forecast, sent_on
-from mesh_variants import FEW, FEW_IDS, MICRO_BATCHES, MODEL, SPARSE, STAGED, VOCAB, WORLD, jobs, variants_of
+from mesh_variants import (
+    FEW,
+    FEW_IDS,
+    FEW_MODELS,
+    MICRO_BATCHES,
+    MODEL,
+    SPARSE,
+    STAGED,
+    VOCAB,
+    WORLD,
+    jobs,
+    variants_of,
+)
 
+from raydist.launch import fork_server
 from raydist.worker.distributed import Rank
 
 BURSTS = {"none": "128kb", **{rate: burst for rate, burst in RATES.values() if rate is not None}}
@@ -54,7 +69,10 @@ COMPARED = {
         *((f"{name}_", f"{name}_torch", f"{name}_raydist") for name in ("1f1b", "interleaved")),
         ("interleaved_over_1f1b_", "1f1b_raydist", "interleaved_raydist"),
     ],
-    "bubble": [(f"{name}_over_1f1b_", "1f1b", name) for name in ("chunks_2", "chunks_4")],
+    **{
+        bubble: [(f"{name}_over_1f1b_", "1f1b", name) for name in ("chunks_2", "chunks_4")]
+        for bubble in ("bubble", "bubble_wide")
+    },
 }
 """Key of a ratio, and the variants that it is of: the second over the first."""
 
@@ -73,10 +91,10 @@ def measure(rank: Rank, what: str, rounds: int, interface: str) -> dict[str, Any
             step()
         dist.barrier()
         sent[name] = (sent_on(interface) - before) // 2
-    model = {"tensor": MODEL, "expert": SPARSE}.get(what, STAGED)
+    model = {"tensor": MODEL, "expert": SPARSE, **FEW_MODELS}.get(what, STAGED)
     result: dict[str, Any] = {"rounds": rounds, "load_average": os.getloadavg()[1], "ranks": WORLD, "model": model}
-    if model is STAGED:
-        result["micro_batches"] = FEW if what == "bubble" else MICRO_BATCHES
+    if what == "pipeline" or what in FEW_MODELS:
+        result["micro_batches"] = FEW if what in FEW_MODELS else MICRO_BATCHES
     for name, theirs, ours in COMPARED[what]:
         beside = "over_torch" if theirs.endswith("torch") else ""
         for kind, times in (("speed", wall), ("processor_time", processor)):
@@ -85,7 +103,7 @@ def measure(rank: Rank, what: str, rounds: int, interface: str) -> dict[str, Any
             key = f"{name}{kind}_{beside}".rstrip("_")
             result[key] = round(statistics.median(ratios), 4)
             result[f"{key}_quartiles"] = [round(ratios[len(ratios) * k // 4], 4) for k in (1, 3)]
-    if what == "bubble":
+    if what in FEW_MODELS:
         for chunks in (2, 4):
             busy = [n * FEW / (n * FEW + WORLD - 1) for n in (1, chunks)]
             formula = busy[1] / busy[0]
@@ -100,7 +118,7 @@ def measure(rank: Rank, what: str, rounds: int, interface: str) -> dict[str, Any
 
 def with_forecasts(what: str, found: dict[str, Any]) -> dict[str, Any]:
     """The result with raydist's bytes over those of the plan."""
-    vocabulary = FEW_IDS if what == "bubble" else VOCAB
+    vocabulary = FEW_IDS if what in FEW_MODELS else VOCAB
     over = {name: found["bytes"][name] / Forecast(spec, vocabulary).sent for name, spec in jobs(what).items()}
     return found | {"bytes_over_forecast": {name: round(ratio, 4) for name, ratio in over.items()}}
 
@@ -131,12 +149,12 @@ def spawned(number: int, port: int, rounds: int, what: str) -> None:
 def save(what: str, found: Mapping[str, Any]) -> None:
     """Writes the result over that of the same kind; of a link, beside those of others."""
     print(found)
-    name = {"tensor": "mesh", "bubble": "mesh_pipeline"}.get(what, f"mesh_{what}")
+    name = "mesh" if what == "tensor" else "mesh_pipeline" if what in FEW_MODELS else f"mesh_{what}"
     path = RESULTS / f"{name}.json"
     kept = json.loads(path.read_text()) if path.exists() else {}
     if "rate" in found:
         kept[f"{what} on {found['rate']}"] = {"machine": machine(), **found}
-    elif what == "bubble":
+    elif what in FEW_MODELS:
         kept[what] = {"machine": machine(), **found}
     else:
         kept |= {"machine": machine(), **found}
@@ -151,6 +169,7 @@ if __name__ == "__main__":
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--master", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    os.environ |= {**fork_server.VARIABLES, **os.environ}  # of the ranks, which this process starts
     if asked.rank is not None:
         of_rank = in_group(asked.rank, asked.master, 29500, "eth0", asked.rounds, asked.what)
         if asked.rank == 0:

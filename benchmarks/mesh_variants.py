@@ -125,14 +125,22 @@ STAGED = {**MODEL, "layers": 8}
 MICRO_BATCHES = 8
 FEW, FEW_ROWS, FEW_IDS = 2, 4, 256
 """Micro-batches of `bubble`, their sequences, and its vocabulary."""
+FEW_MODELS = {"bubble": STAGED, "bubble_wide": {**STAGED, "width": 768, "heads": 12}}
 CHUNKS = {"1f1b": 1, "chunks_2": 2, "chunks_4": 4}
 """Its variants, and the stages of a rank."""
 
 
-def staged_job(chunks: int, rows: int = 1, micro_batches: int = MICRO_BATCHES) -> JobSpec:
+def staged_job(
+    chunks: int, rows: int = 1, micro_batches: int = MICRO_BATCHES, model: dict[str, Any] = STAGED
+) -> JobSpec:
     """The job of a pipeline, cut into stages of equally many blocks."""
-    cut = [STAGED["layers"] // (WORLD * chunks)] * WORLD * chunks
-    return _job(STAGED, rows, micro_batches, pipeline=WORLD, chunks=chunks, pipeline_cut=cut)
+    cut = [model["layers"] // (WORLD * chunks)] * WORLD * chunks
+    return _job(model, rows, micro_batches, pipeline=WORLD, chunks=chunks, pipeline_cut=cut)
+
+
+def few_job(what: str, chunks: int) -> JobSpec:
+    """A job of `bubble` or `bubble_wide`."""
+    return staged_job(chunks, FEW_ROWS, FEW, FEW_MODELS[what])
 
 
 SPARSE = {**MODEL, "name": "mixtral", "layers": 4, "hidden": 512}
@@ -226,11 +234,10 @@ class TorchExperts:
 
 
 class OurPipeline:
-    """raydist's step, with micro-batches of `rows` sequences."""
+    """raydist's step of such a job."""
 
-    def __init__(self, rank: Rank, tokens: Tensor, chunks: int, rows: int = 1, vocabulary: int = VOCAB) -> None:
-        spec = staged_job(chunks, rows, len(tokens) // rows)
-        self.batches = [MicroBatch(t[:, :-1], t[:, 1:].contiguous()) for t in tokens.split(rows)]
+    def __init__(self, rank: Rank, tokens: Tensor, spec: JobSpec, vocabulary: int = VOCAB) -> None:
+        self.batches = [MicroBatch(t[:, :-1], t[:, 1:].contiguous()) for t in tokens.split(spec.train.micro_batch)]
         self.tokens = sum(b.tokens.numel() for b in self.batches)
         mesh = Mesh.of(spec, rank)
         torch.manual_seed(1)
@@ -306,7 +313,7 @@ class TorchPipeline:
 
 def variants_of(what: str, rank: Rank) -> tuple[dict[str, Callable[[], float]], int]:
     """(name -> a step of it, tokens of a step)."""
-    few = what == "bubble"
+    few = what in FEW_MODELS
     count = FEW * FEW_ROWS if few else MICRO_BATCHES if what == "pipeline" else BATCH
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(FEW_IDS if few else VOCAB, (count, MODEL["context"] + 1), generator=generator)
@@ -316,11 +323,11 @@ def variants_of(what: str, rank: Rank) -> tuple[dict[str, Callable[[], float]], 
     elif what == "expert":
         variants = {"raydist": OurExperts(rank, tokens), "torch": TorchExperts(rank, tokens)}
     elif few:
-        variants = {name: OurPipeline(rank, tokens, chunks, FEW_ROWS, FEW_IDS) for name, chunks in CHUNKS.items()}
+        variants = {name: OurPipeline(rank, tokens, few_job(what, chunks), FEW_IDS) for name, chunks in CHUNKS.items()}
     else:
         variants = {}
         for name, chunks in (("1f1b", 1), ("interleaved", 2)):
-            variants[f"{name}_raydist"] = OurPipeline(rank, tokens, chunks)
+            variants[f"{name}_raydist"] = OurPipeline(rank, tokens, staged_job(chunks))
             variants[f"{name}_torch"] = TorchPipeline(rank, tokens, chunks)
     return variants, tokens[:, 1:].numel()
 
@@ -331,6 +338,6 @@ def jobs(what: str) -> dict[str, JobSpec]:
         return {"raydist": job()}
     if what == "expert":
         return {"raydist": sparse_job()}
-    if what == "bubble":
-        return {name: staged_job(chunks, FEW_ROWS, FEW) for name, chunks in CHUNKS.items()}
+    if what in FEW_MODELS:
+        return {name: few_job(what, chunks) for name, chunks in CHUNKS.items()}
     return {"1f1b_raydist": staged_job(1), "interleaved_raydist": staged_job(2)}

@@ -8,9 +8,9 @@ its new process, measured in the model's forward, the same for all; `lost` are t
 not recovered after 60 s, or that gives up, counts as 60.
 
 With `--meshes` raydist alone: four ranks of ddp, tensor 2 x pipeline 2, dp 2 x tensor 2 and dp 2 x pipeline 2, of a GPT with
-checkpoints every 20 steps, in which rank 1 gets a fault in step 30. The time is from the fault to the end of the first new step, by
-the events of the run; the ratio over ddp is of the same round. A step of a mesh has another duration than one of ddp, whether it is
-the first or a later one: `restart` is that time without a usual step, the median of the new attempt.
+checkpoints every 10 steps, in which rank 1 gets a fault in step 15 of 30. The time is from the fault to the end of the first new
+step, by the events of the run; the ratio over ddp is of the same round. A step of a mesh has another duration than one of ddp,
+whether it is the first or a later one: `restart` is that time without a usual step, the median of the new attempt.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ MESH_JOB = {
     "name": "mesh",
     "model": {"layers": 4, "width": 128, "heads": 4, "context": 128},
     "data": {"source": "python-stdlib"},
-    "train": {"steps": STEPS, "global_batch": 16, "micro_batch": 2},
-    "checkpoint": {"every": EVERY},
+    "train": {"steps": 30, "global_batch": 16, "micro_batch": 2},
+    "checkpoint": {"every": 10},
     "eval": {"every": None},
     "cluster": {"workers": 4, "cpus_per_worker": 0.5},
 }
@@ -199,7 +199,7 @@ def of_mesh(mesh: str, fault: str, storage: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "job.yaml").write_text(yaml.safe_dump({**MESH_JOB, "parallel": MESHES[mesh]}))
         kind = {"kill": "kill", "stop": "suspend"}[fault]
-        Path(folder, "faults.yaml").write_text(yaml.safe_dump([{"fault": kind, "rank": 1, "step": AT}]))
+        Path(folder, "faults.yaml").write_text(yaml.safe_dump([{"fault": kind, "rank": 1, "step": 15}]))
         asked = [str(BIN / "raydist"), "train", "job.yaml", "--fresh", "--storage", storage, "--address", "local"]
         done = subprocess.run([*asked, "--faults", "faults.yaml"], cwd=folder, env=env, capture_output=True, text=True)
         if done.returncode:

@@ -132,20 +132,26 @@ def test_with_tensor_and_pipeline(ranks: Any, strategy: str, tensor: int, pipeli
 
 
 @pytest.mark.parametrize(
-    ("strategy", "expert", "tensor", "pipeline", "world"),
+    ("strategy", "context", "expert", "tensor", "pipeline", "world"),
     [
-        ("ddp", 1, 1, 1, 4),
-        ("zero2", 4, 1, 1, 4),
-        ("zero1", 2, 2, 1, 4),
-        ("zero2", 2, 1, 1, 2),
-        ("zero1", 2, 1, 2, 4),
+        ("ddp", 2, 1, 1, 1, 4),
+        ("zero2", 2, 4, 1, 1, 4),
+        ("zero3", 2, 2, 1, 1, 4),
+        ("zero1", 2, 2, 2, 1, 4),
+        ("ddp", 2, 4, 2, 1, 4),
+        ("zero2", 2, 2, 1, 1, 2),
+        ("zero1", 2, 2, 1, 2, 4),
+        ("zero3", 4, 4, 1, 1, 4),
+        ("ddp", 4, 2, 1, 1, 4),
     ],
 )
-def test_with_experts(ranks: Any, strategy: str, expert: int, tensor: int, pipeline: int, world: int) -> None:
-    """dp 2 x context 2 with whole experts and with a quarter on each rank; context 2 x tensor 2, context 2 alone, and pipeline 2 x
-    context 2 with half of them. The balance loss is that of whole sequences."""
+def test_with_experts(
+    ranks: Any, strategy: str, context: int, expert: int, tensor: int, pipeline: int, world: int
+) -> None:
+    """dp 2 x context 2 with whole experts, and with a quarter and a half on each rank; so context 2 x tensor 2; context 2 alone and
+    pipeline 2 x context 2 with half of them; context 4. The balance loss is that of whole sequences."""
     right = train(alone(), job("ddp", SPARSE))
-    for got in run(ranks, train, world, mesh(strategy, 2, SPARSE, tensor, pipeline, expert)):
+    for got in run(ranks, train, world, mesh(strategy, context, SPARSE, tensor, pipeline, expert)):
         compare(got, right)
 
 

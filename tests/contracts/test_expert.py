@@ -103,13 +103,15 @@ def test_each_strategy_on_two_replicas_of_the_experts(ranks: Any, strategy: str)
         ("ddp", 2, 1, 2, 4),
         ("zero3", 2, 1, 2, 4),
         ("zero2", 2, 2, 2, 4),
+        ("ddp", 4, 4, 1, 4),
+        ("ddp", 2, 4, 1, 4),
     ],
 )
 def test_folded_over_replicas_and_tensor_parallel_ranks(
     ranks: Any, strategy: str, expert: int, tensor: int, pipeline: int, world: int
 ) -> None:
     """dp 2 x tensor 2 with expert 4; tensor 2 with expert 2, alone and on dp 2, where each replica has all experts; dp 2 x
-    pipeline 2 with expert 2; tensor 2 x pipeline 2 with expert 2."""
+    pipeline 2 with expert 2; tensor 2 x pipeline 2 with expert 2; tensor 4 with expert 4 and 2."""
     spec = mesh(strategy, expert, tensor, pipeline, fields=model(balance=0.1, bias_rate=0.01))
     check(run(ranks, train, world, spec), balance=0.1, bias_rate=0.01)
 

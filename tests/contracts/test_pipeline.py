@@ -156,10 +156,13 @@ def test_stages_between_tied_ones_make_as_many_groups(ranks: Any) -> None:
     assert len({count for _, count in found}) == 1
 
 
-@pytest.mark.parametrize(("strategy", "world", "tied"), [("ddp", 4, False), ("ddp", 4, True), ("zero3", 8, True)])
-def test_with_tensor_parallel_layers(ranks: Any, strategy: str, world: int, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "world", "tied", "fields"),
+    [("ddp", 4, False, TWO), ("ddp", 4, True, TWO), ("zero1", 4, False, INTERLEAVED), ("zero3", 8, True, TWO)],
+)
+def test_with_tensor_parallel_layers(ranks: Any, strategy: str, world: int, tied: bool, fields: dict[str, Any]) -> None:
     """Tensor 2 x pipeline 2, with one and two replicas."""
-    spec = mesh_job(strategy, 2, {**DEEP, "tie_embeddings": tied}, TWO, cluster={"workers": world})
+    spec = mesh_job(strategy, 2, {**DEEP, "tie_embeddings": tied}, fields, cluster={"workers": world})
     for got in run(ranks, train, world, spec):
         near(got, reference(ranks, tied=tied), 3e-6)
 
