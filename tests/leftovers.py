@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,11 @@ def _own_temporary_folder() -> Path:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether it is the link to compiled code, or the folder in which multiprocessing of this process has its sockets."""
-    return path.is_symlink() or str(path) == getattr(multiprocessing.current_process(), "_config", {}).get("tempdir")
+    """Whether it is the link to compiled code, or is deleted when this process exits: the folder in which multiprocessing has its
+    sockets, or that of a TemporaryDirectory, of which `import wandb` makes two."""
+    made = [info.args[0] for info in [*weakref.finalize._registry.values()] if info.args]  # type: ignore[attr-defined]
+    made.append(getattr(multiprocessing.current_process(), "_config", {}).get("tempdir"))
+    return path.is_symlink() or str(path) in [folder for folder in made if isinstance(folder, str)]
 
 
 @pytest.hookimpl(optionalhook=True)

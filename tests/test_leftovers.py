@@ -47,10 +47,12 @@ def test_a_session_that_leaves_something_fails(tmp_path: Path, options: list[str
 
 
 def test_a_session_that_leaves_nothing_passes(tmp_path: Path) -> None:
-    """The session also passes with a file in shared memory that existed before."""
+    """The session also passes with a file in shared memory that existed before, and a folder that goes when its process exits."""
     (tmp_path / "shm").mkdir()
     (tmp_path / "shm" / "before").touch()
-    (tmp_path / "test_it.py").write_text("def test_nothing():\n    pass\n")
+    (tmp_path / "test_it.py").write_text(
+        "import tempfile\nfolder = tempfile.TemporaryDirectory()\ndef test_nothing():\n    pass\n"
+    )
     code, out = session(tmp_path)
     assert code == 0, out
     assert "left behind" not in out
