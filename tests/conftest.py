@@ -40,6 +40,9 @@ from tests.scheduling import WAITING, Scheduling, give_way
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch.compile would start a pool of processes in each rank, each of which imports torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Each rank that compiles would build and load a library for each vector instruction set of this CPU, to see whether it can: 1 s of
+# processor time, and 6 s for the first one on a machine.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # The tests must not run on the developer's own cluster.
 os.environ.pop("RAY_ADDRESS", None)
 # A background job of a shell ignores SIGINT; the processes that tests interrupt would inherit that.

@@ -1,18 +1,23 @@
-"""Fails the session if the tests leave a process, a namespace, a mount, a file in shared memory or an open port behind.
+"""Fails the session if the tests leave a process, a namespace, a mount, a temporary file, one in shared memory or an open port
+behind.
 
 Processes of this session are recognised by MARK in their environment, on any host. A namespace or a port lasts as long as a
-process holds it; named network namespaces and ports of the test process itself are checked separately. Anything that existed
-before, or belongs to a running process of another session, is ignored. A session within a test runs beside other tests: it checks
-only processes and ports.
+process holds it; named network namespaces and ports of the test process itself are checked separately. Temporary files are in a
+folder of the session (TMPDIR). Anything that existed before, or belongs to a running process of another session, is ignored. A
+session within a test runs beside other tests: it checks only processes and ports.
 """
 
 from __future__ import annotations
 
 import contextlib
+import getpass
+import multiprocessing.util
 import os
 import shutil
+import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,14 +49,42 @@ class _Before:
         self.within, self.wait_s = inner and "RAYDIST_TEST_SHM" not in os.environ, WITHIN_S if inner else WAIT_S
         self.files, self.mounts = _files(), _mounts()
         self.ports = _ports()
+        self.temporary: Path | None = None
         self.reported: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test: records the state, and sets the mark in the environment that all processes inherit."""
-    if not hasattr(config, "workerinput"):
+    """Before any test: records the state, and sets the mark and TMPDIR in the environment that all processes inherit."""
+    main = not hasattr(config, "workerinput")
+    if main:
         os.environ[MARK] = f"{os.environ.get(MARK, '')}/{uuid.uuid4().hex[:12]}"
-    config.stash[_KEY] = _Before()
+    before = config.stash[_KEY] = _Before()
+    if main and not before.within:
+        before.temporary = _own_temporary_folder()
+
+
+def _own_temporary_folder() -> Path:
+    """From now on temporary files are in this new folder; those of pytest, and compiled code, which the next session uses, stay
+    where they were. The folder is deleted when this process exits."""
+    usual = Path(tempfile.gettempdir())
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(usual))
+    folder = Path(tempfile.mkdtemp(prefix="rdt-"))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    with contextlib.suppress(KeyError, OSError):  # a user without a name
+        compiled = usual / f"torchinductor_{getpass.getuser()}"
+        compiled.mkdir(exist_ok=True)
+        (folder / compiled.name).symlink_to(compiled)
+    # Lower than the priority of multiprocessing's own folder, which is in it.
+    multiprocessing.util.Finalize(None, shutil.rmtree, args=[folder], kwargs={"ignore_errors": True}, exitpriority=-200)
+    return folder
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is the link to compiled code, or is deleted when this process exits: the folder in which multiprocessing has its
+    sockets, or that of a TemporaryDirectory, of which `import wandb` makes two."""
+    made = [info.args[0] for info in [*weakref.finalize._registry.values()] if info.args]  # type: ignore[attr-defined]
+    made.append(getattr(multiprocessing.current_process(), "_config", {}).get("tempdir"))
+    return path.is_symlink() or str(path) in [folder for folder in made if isinstance(folder, str)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -100,6 +133,8 @@ def _found(before: _Before) -> list[str]:
     if before.within:
         return left
     left += [f"mount {line}" for line in sorted(_mounts() - before.mounts)]
+    if before.temporary is not None:
+        left += [f"file {path}" for path in before.temporary.iterdir() if not _is_own(path)]
     new = _files() - before.files
     if new:
         held = _held()

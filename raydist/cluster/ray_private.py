@@ -277,6 +277,13 @@ NAMES = {
         "tells a worker that does not answer from one that died",
         "WorkerGroupError.worker_failures has these objects, and their classes are not public",
     ),
+    # --- cluster/sweep/ray_tune.py: Ray Tune without its statistics
+    "air_usage": PrivateName(
+        "ray.air._internal.usage",
+        "a sweep does not count its callbacks for Ray's statistics: that imports wandb and mlflow, 1 s of a start",
+        "Tuner always counts them, also where usage statistics are turned off",
+        ("tag_callbacks",),
+    ),
 }
 """Name in this module -> the name of Ray that it stands for."""
 

@@ -28,7 +28,20 @@ from raydist.worker.model_transforms import prepare
 from raydist.worker.parallel._grad_norm import RowNorm
 from raydist.worker.parallel._tree_all_reduce import TreeAllReduce
 from raydist.worker.parts import Parts
-from tests.training import CONTEXT, GROUPED, MODEL, VARIANTS, Trainer, alone, counted, gather_parts, job, run, samples
+from tests.training import (
+    CONTEXT,
+    GROUPED,
+    MODEL,
+    VARIANTS,
+    Trainer,
+    alone,
+    counted,
+    gather_parts,
+    job,
+    run,
+    samples,
+    without_kernels,
+)
 
 STEPS, MOST = 2, 16
 """A step with a whole batch, after which optimizers have state, and one with a short batch; and the most samples of a batch."""
@@ -273,24 +286,32 @@ FEW_KERNELS = {"name": "mlp", "layers": 1, "width": 12, "hidden": 20, "context":
 
 
 def test_compiled_blocks(ranks: Any) -> None:
-    """Ranks that have seen other shapes, in another order, compile the same code for each: two ranks have the bits of three."""
+    """Ranks that have seen other shapes, in another order, compile the same code for each: two ranks have the bits of three. The
+    evaluation would be compiled, too, and is not here."""
     spec = made("zero3", 3, 2, FEW_KERNELS, **COMPILED)
-    expected = run(ranks, train, 2, spec.model_copy(update={"parallel": job("ddp").parallel}))[0]
-    for got in run(ranks, train, 3, spec):
+    expected = run(ranks, train, 2, spec.model_copy(update={"parallel": job("ddp").parallel}), False)[0]
+    for got in run(ranks, train, 3, spec, False):
         check(got, expected)
+
+
+def traced(rank: Rank, spec: JobSpec) -> Result:
+    """`train`, without compiled kernels and evaluation."""
+    with without_kernels():
+        return train(rank, spec, False)
 
 
 @pytest.mark.parametrize(("mesh", "strategy"), [("tensor 2", "ddp"), ("pipeline 2", "zero3"), ("context 2", "zero1")])
 def test_compiled_blocks_on_a_mesh(ranks: Any, mesh: str, strategy: str) -> None:
     """The same, of two replicas of two ranks, under ddp and another strategy. A block each, one shape and no evaluation, because to
-    compile takes seconds. Only a mesh that divides attention compiles it."""
+    compile takes seconds. Only a mesh that divides attention compiles it, and of two such meshes one its kernels."""
     fields, model, parts, _ = MESHES[mesh]
+    function, *more = (traced,) if mesh == "tensor 2" else (train, False)
     small = {**FEW_KERNELS, "layers": 2} if mesh == "pipeline 2" else {**model, "layers": 1}
     one, two = (
         made(name, parts, 1, small, parallel={**VARIANTS[name], **fields}, **COMPILED) for name in ("ddp", strategy)
     )
-    expected = run(ranks, train, 2, one, False)[0]
-    for got in run(ranks, train, 4, two, False):
+    expected = run(ranks, function, 2, one, *more)[0]
+    for got in run(ranks, function, 4, two, *more):
         check(got, expected)
 
 

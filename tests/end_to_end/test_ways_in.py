@@ -26,7 +26,10 @@ def on_ray(project: Any) -> dict[str, Any]:
 def test_torchrun_gives_the_same_bits_without_ray(project: Any, on_ray: dict[str, Any], tmp_path: Path) -> None:
     """With `torchrun -m raydist.launch.standalone`, where `import ray` raises, records and weights equal those on Ray."""
     (tmp_path / "ray.py").write_text("raise ImportError('there is no ray here')\n")
-    env = project.environment() | {"PYTHONPATH": str(tmp_path)}
+    env = project.environment() | {
+        "PYTHONPATH": str(tmp_path),
+        "TMPDIR": str(tmp_path),
+    }  # torchrun leaves its logs there
     command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "raydist.launch.standalone", "job.yaml"]
     command = [*command, "--name", "by-torchrun", "--json", *GPT]
     done = subprocess.run(command, cwd=project.root, env=env, capture_output=True, text=True, timeout=300)

@@ -221,8 +221,9 @@ def test_every_death_names_the_rank_and_the_cause(disturbed: Any) -> None:
 
 def test_storage_that_fails_costs_a_checkpoint(disturbed: Any) -> None:
     """The save in that step failed, on that rank and for that reason; the next one was committed."""
+    # On a busy machine step 21, whose save has failed before, is still being saved again when the storage of step 24 is stale.
     failed = {
-        e["step"]: e
+        (e["step"], e["cause"].endswith("Stale file handle")): e
         for e in disturbed.events("disturbed", "checkpoint_failed")
         if "Connection" not in e["cause"] and "Too many open files" not in e["cause"]
     }
@@ -239,8 +240,8 @@ def test_storage_that_fails_costs_a_checkpoint(disturbed: Any) -> None:
     # The driver may be killed before it is told of the last one.
     assert told[: len(expected)] == expected
     assert told[len(expected) :] in (last, last[:1])
-    due = ({9}, {15}, {18, 21}, {24}, {27}, {30})
-    assert [step in of for step, of in zip(sorted(failed), due, strict=False)] == [True] * len(due)
+    due = ({9}, {15}, {18, 21}, {21, 24}, {27}, {30})
+    assert [step in of for (step, _), of in zip(sorted(failed), due, strict=False)] == [True] * len(due)
     committed = {e["step"] for e in disturbed.events("disturbed", "checkpoint_saved")}
     assert {12, 33, STEPS} <= committed
 

@@ -24,6 +24,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import SearchAlgorithm
 
+from raydist.cluster.ray_private import air_usage
 from raydist.cluster.sweep.paused_trials import PausedTrials
 from raydist.cluster.sweep.report_queue import NAME
 from raydist.cluster.sweep.schedulers import GO, Copy, Rule, Stop, Turn, replay, score
@@ -320,9 +321,11 @@ def _quiet() -> Iterator[None]:
     logger.handlers, logger.propagate = [logging.NullHandler()], False
     before = {name: os.environ.get(name) for name in _QUIET}
     os.environ.update(_QUIET)
+    counts, air_usage.tag_callbacks = air_usage.tag_callbacks, lambda callbacks: False
     try:
         yield
     finally:
+        air_usage.tag_callbacks = counts
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
+from ray.air._internal import usage
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 
+from raydist.cluster.sweep import ray_tune
 from raydist.cluster.sweep.paused_trials import PausedTrials
 from raydist.cluster.sweep.ray_tune import METRIC, TIME, CellTrial, Decisions, TrialQueue
 from raydist.cluster.sweep.schedulers import GO, STOP, TURN, Copy, Decision, Rule
@@ -310,3 +313,14 @@ def test_trials_are_the_cells_reports() -> None:
     made._trial_id = "a"
     assert made.reset_config({"cell": "b"})
     assert made.save_checkpoint("") == {"cell": "b"}
+
+
+def test_ray_s_statistics_import_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Ray Tune would count callbacks of wandb and mlflow, as it does again after the sweep."""
+    counted: list[object] = []
+    monkeypatch.setattr(usage, "_count_callbacks", lambda callbacks: counted.append(callbacks) or {})
+    tune = importlib.import_module("ray.tune.tune")
+    with ray_tune._quiet():
+        tune.air_usage.tag_callbacks(["during"])
+    tune.air_usage.tag_callbacks(["after"])
+    assert counted == [["after"]]
