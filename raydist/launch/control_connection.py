@@ -48,8 +48,9 @@ _GREETING = 2048
 _ANSWER_S = 2.5
 """As long as an agent waits for a sign of its relay (relay.py): a beat that waited so long still comes in time. The answer to
 `next` may take any time; the other calls find out that its connection does not work any more."""
-_SPREAD_S, _AGAIN_S = 5.0, 20.0
-"""Relays connect within this time of the coordinator's offer, not all at once; between two tries, once or twice the second."""
+_AFTER_S, _SPREAD_S, _AGAIN_S = 5.0, 5.0, 20.0
+"""Relays connect so long after the coordinator's offer, when their attempt has started, and not all at once, but within the second
+time; between two tries they wait once or twice the third."""
 
 
 class ConnectionLost(Exception):
@@ -275,7 +276,7 @@ class ControlClient:
             self._connection, self._lost = None, connection.name
 
     async def _connect(self, host: str, port: int, secret: str) -> None:
-        await asyncio.sleep(random.random() * _SPREAD_S)
+        await asyncio.sleep(_AFTER_S + random.random() * _SPREAD_S)
         self._not_before = time.monotonic() + _AGAIN_S * (1.0 + random.random())
         with contextlib.suppress(OSError, EOFError, ValueError, TypeError, RecursionError):
             self._connection = await _Connection.open(host, port, secret)

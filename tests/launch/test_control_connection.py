@@ -31,6 +31,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes are many, and nothing waits for long."""
     monkeypatch.setattr(coordinator, "BEATS", 1)
+    monkeypatch.setattr(control_connection, "_AFTER_S", 0.0)
     monkeypatch.setattr(control_connection, "_SPREAD_S", 0.0)
     monkeypatch.setattr(control_connection, "_AGAIN_S", 0.0)
     monkeypatch.setattr(relay, "_WINDOW_S", 0.0)
