@@ -69,6 +69,7 @@ def _own_temporary_folder() -> Path:
     usual = Path(tempfile.gettempdir())
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(usual))
     folder = Path(tempfile.mkdtemp(prefix="rdt-"))
+    folder.chmod(0o711)  # some tests are another user for a moment
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     with contextlib.suppress(KeyError, OSError):  # a user without a name
         compiled = usual / f"torchinductor_{getpass.getuser()}"
@@ -80,11 +81,11 @@ def _own_temporary_folder() -> Path:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether it is the link to compiled code, or is deleted when this process exits: the folder in which multiprocessing has its
-    sockets, or that of a TemporaryDirectory, of which `import wandb` makes two."""
+    """Whether it is the link to compiled code; the folder of a TemporaryDirectory, which is deleted when this process exits, and of
+    which `import wandb` makes two; or multiprocessing's, with its sockets, which Python leaves if its process is killed."""
     made = [info.args[0] for info in [*weakref.finalize._registry.values()] if info.args]  # type: ignore[attr-defined]
-    made.append(getattr(multiprocessing.current_process(), "_config", {}).get("tempdir"))
-    return path.is_symlink() or str(path) in [folder for folder in made if isinstance(folder, str)]
+    own = path.is_symlink() or path.name.startswith("pymp-")
+    return own or str(path) in [folder for folder in made if isinstance(folder, str)]
 
 
 @pytest.hookimpl(optionalhook=True)

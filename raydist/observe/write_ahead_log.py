@@ -153,13 +153,15 @@ def _place(run_uri: str, driver: Mapping[str, Any]) -> tuple[bytes, Path]:
 
 
 def _start_keeper(run_uri: str, path: Path) -> int:
-    """Starts a shell that calls `main` once this process has ended without `_drop`. Returns its pipe.
+    """Starts a shell that calls `main` once this process has ended without `_drop`. Returns its pipe. If there can be no more
+    processes there is none, and the file of a killed driver stays.
 
     The URI may have secrets: other users see the arguments of a process, but not its environment.
     """
     read, write = os.pipe()
     command = ["/bin/sh", "-c", _KEEPER, "raydist-journal", str(path), sys.executable]
-    subprocess.run(command, stdin=read, env={**os.environ, _URI: run_uri}, start_new_session=True, check=True)
+    with suppress(OSError):
+        subprocess.run(command, stdin=read, env={**os.environ, _URI: run_uri}, start_new_session=True, check=False)
     os.close(read)
     return write
 
