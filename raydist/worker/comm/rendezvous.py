@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import random
 import secrets
 import socket
 import time
@@ -32,6 +33,9 @@ from raydist.ipc import RENDEZVOUS_SECRET
 GRACE_S = 10.0
 """How long rank 0 waits for a rank's own hello, if something else is in its place."""
 _AGAIN_S = 0.02
+_CONNECT_S = 5.0
+_CONNECTIONS_S = 5000
+"""How many connections all ranks together try in a second, at most, while rank 0 does not listen."""
 _CHALLENGE = 32
 _ANSWER = hashlib.sha256().digest_size
 
@@ -46,10 +50,12 @@ def meet(rank: int, world_size: int, timeout: timedelta, secret: bytes) -> Store
 
     Raises RankRefused. Under torchrun the agents' store is used, which listens on all addresses.
     """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank:
+        await_listener(host, port, world_size, timeout.total_seconds())
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not secret:
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     else:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(
             host,
             port,
@@ -63,6 +69,24 @@ def meet(rank: int, world_size: int, timeout: timedelta, secret: bytes) -> Store
     if secret:
         greet(PrefixStore("raydist", store), rank, world_size, secret)
     return PrefixStore("default_pg", store)
+
+
+def await_listener(host: str, port: int, world_size: int, timeout_s: float) -> None:
+    """Waits until rank 0 listens. Torch's store would wait, too, but 0.3 to 0.7 s after each connection that is refused
+    (ADR 8). What else is wrong with that address it finds out, and says.
+    """
+    wait, longest = 0.002, max(0.05, world_size / _CONNECTIONS_S)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), _CONNECT_S).close()
+        except ConnectionRefusedError:
+            time.sleep(wait * random.uniform(0.5, 1.0))
+            wait = min(1.5 * wait, longest)
+        except OSError:
+            return
+        else:
+            return
 
 
 def _listener(host: str, port: int) -> int:

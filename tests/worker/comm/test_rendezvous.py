@@ -57,6 +57,24 @@ def test_ranks_that_know_the_secret_meet(ranks: Any, planted: str) -> None:
     assert results == [(False, 111)] * 3
 
 
+def test_a_rank_comes_when_rank_0_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the pauses of torch's store, which are ten times as long. What is wrong with an address is the store's to say."""
+    waits: list[float] = []
+    with hold_port("127.0.0.1") as held, socket.socket(fileno=rendezvous._listener("127.0.0.1", port_of(held))) as own:
+
+        def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 20:
+                own.listen()
+
+        monkeypatch.setattr("time.sleep", sleep)
+        rendezvous.await_listener("127.0.0.1", port_of(held), 2, 240.0)
+    assert len(waits) == 20
+    assert max(waits) <= 0.05
+    rendezvous.await_listener("no such host", 1, 2, 240.0)
+    assert len(waits) == 20
+
+
 def test_who_does_not_know_it_is_refused(ranks: Any) -> None:
     """Rank 0 names the rank whose hello is not signed with the attempt's secret; no rank goes on."""
     secret = new_secret()
