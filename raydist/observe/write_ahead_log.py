@@ -45,9 +45,11 @@ _DRIVER_S = 60.0
 """So long after its monitor a driver may end, and its journal is still moved. Else the run goes on, with a new monitor."""
 _LOOK_S = 0.2
 _PART = ".part"
-_KEEPER = """exec 3<&0
-{ read -r _ <&3; cd /; [ -e "$1" ] && exec "$2" -m raydist.observe.write_ahead_log "$1"; } > /dev/null 2>&1 &"""
+_KEEPER = 'exec 3<&0; { read -r _ <&3; cd /; [ -e "$1" ] && exec "$2" -P -c "$3" "$4" "$1"; } > /dev/null 2>&1 &'
 """Waits until the other end of its pipe is closed. In the background, because Ray kills the children of a worker that ends."""
+_START = "import sys; sys.path.append(sys.argv.pop(1)); from raydist.observe.write_ahead_log import main; main()"
+_RAYDIST = str(Path(__file__).parents[2])
+"""For a process with another path than this one's, as of a checkout that is not installed."""
 
 
 class WriteAheadLog:
@@ -159,7 +161,7 @@ def _start_keeper(run_uri: str, path: Path) -> int:
     The URI may have secrets: other users see the arguments of a process, but not its environment.
     """
     read, write = os.pipe()
-    command = ["/bin/sh", "-c", _KEEPER, "raydist-journal", str(path), sys.executable]
+    command = ["/bin/sh", "-c", _KEEPER, "raydist-journal", str(path), sys.executable, _START, _RAYDIST]
     with suppress(OSError):
         subprocess.run(command, stdin=read, env={**os.environ, _URI: run_uri}, start_new_session=True, check=False)
     os.close(read)
@@ -212,11 +214,12 @@ def _remove_unused(path: Path) -> None:
             path.unlink()
 
 
-def main(path: Path, run: RunDir) -> None:
-    """Moves the events of that journal, whose monitor has ended, to the run's folder, if its driver ends too.
+def main() -> None:
+    """Moves the events of the journal sys.argv[1], whose monitor has ended, to the run's folder, if its driver ends too.
 
     The file is gone then; else it stays. Raises StorageError.
     """
+    path, run = Path(sys.argv[1]), RunDir(os.environ[_URI])
 
     def store(events: list[Any]) -> None:
         if events:
@@ -226,7 +229,3 @@ def main(path: Path, run: RunDir) -> None:
     with suppress(FileNotFoundError):  # the next monitor has been faster
         while not _take(path, store) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), RunDir(os.environ[_URI]))
