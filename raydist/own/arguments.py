@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from raydist.spec import JobSpec, parse
 from raydist.spec.script import SESSION
 from raydist.worker.parallel import ParamShard
 
-_BY_MATRIX = ("Adafactor", "LBFGS", "Muon")
+_BY_MATRIX = ("Adafactor", "Muon")
 """Optimizers of torch whose update of an element depends on others: rows of a parameter cannot be updated alone."""
 
 
@@ -43,20 +45,36 @@ def job_of(
         raise UserError(error.message, error.hint) from error
 
 
-def plain_module(model: nn.Module) -> nn.Module:
-    """The module whose names checkpoints have: the one that torch.compile has wrapped. Raises UserError for other wrappers."""
+def plain_module(model: Any) -> nn.Module:
+    """The module whose names checkpoints have: the one that torch.compile has wrapped. Raises UserError for what is no module, and
+    for other wrappers."""
     module = getattr(model, "_orig_mod", model)
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            f"model: {type(module).__name__} is not an nn.Module",
+            "give one module; several that are trained together go in an nn.ModuleDict",
+        )
     if isinstance(module, DistributedDataParallel | FSDPModule):
         raise UserError(
             f"model: it is distributed already: {type(module).__name__}",
             "give the model itself: the session distributes it",
         )
-    assert isinstance(module, nn.Module)
     return module
 
 
-def trained_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer updates, by name."""
+def trained_by(model: nn.Module, optimizer: Any) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer updates, by name. Raises UserError for what the session cannot update with."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer",
+            "give one optimizer, with a parameter group for each learning rate",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"optimizer: {type(optimizer).__name__} computes the loss several times in a step, and the session's step has one",
+            "use one whose step() needs no closure, such as AdamW",
+        )
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if missing := [name for name, p in wanted.items() if id(p) not in given]:

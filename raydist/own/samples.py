@@ -42,6 +42,8 @@ class Samples(Protocol):
 def samples_of(dataset: Any, batch: int, seed: int) -> Samples:
     """Raises UserError for a dataset that could not be continued where a killed run ended."""
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        if not len(dataset):
+            raise _empty(dataset)
         return _Indexed(dataset, batch, seed)
     if all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict")):
         return _Stream(dataset, batch, seed)
@@ -50,6 +52,10 @@ def samples_of(dataset: Any, batch: int, seed: int) -> Samples:
         "load_state_dict)",
         "give it either: without, a killed run cannot be continued with the sample after its last one",
     )
+
+
+def _empty(dataset: Any) -> DataError:
+    return DataError(f"dataset: {type(dataset).__name__} has no samples", "give one that has some")
 
 
 class _Indexed:
@@ -89,7 +95,7 @@ class _Stream:
             at = Cursor(at.epoch + 1) if at.offset else at
             self._iterator = None
             if not (items := self._read(at)):
-                raise DataError(f"dataset: {type(self._dataset).__name__} has no samples", "give one that has some")
+                raise _empty(self._dataset)
         self._items, self._first = items, at.offset
         after = Cursor(at.epoch, at.offset + len(items))
         if len(items) < self._batch:

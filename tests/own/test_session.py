@@ -21,7 +21,7 @@ import torch.distributed as dist
 import raydist
 import raydist.own as rd
 from raydist.diagnosis import examine
-from raydist.errors import GraphMismatch, NonFinite, SpecChanged, UsageError, UserError
+from raydist.errors import DataError, GraphMismatch, NonFinite, SpecChanged, UsageError, UserError
 from raydist.ipc import RENDEZVOUS_SECRET
 from raydist.own import launcher
 from raydist.own.launcher import translate
@@ -228,6 +228,14 @@ def test_wrong_use_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="optimizer: it does not have bias"):
         model = torch.nn.Linear(1, 1)
         rd.session(model, torch.optim.SGD([model.weight], lr=0.1), [1], steps=1, batch=1, storage=str(tmp_path))
+    with pytest.raises(UserError, match="model: list is not an nn.Module"):
+        rd.session([model, model], used, [1], steps=1, batch=1)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"optimizer: dict is not a torch\.optim\.Optimizer"):
+        rd.session(model, {"of all": used}, [1], steps=1, batch=1)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="optimizer: LBFGS computes the loss several times in a step"):
+        rd.session(model, torch.optim.LBFGS(model.parameters()), [1], steps=1, batch=1)
+    with pytest.raises(DataError, match="dataset: list has no samples"):
+        small(tmp_path, [])
     with small(tmp_path / "a") as s:
         with pytest.raises(UsageError, match="a session is open"), small(tmp_path / "b"):
             pass
