@@ -6,7 +6,8 @@ PLAN, and the checks of a job use it. It is read with `raydist.registry.describe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -79,7 +80,8 @@ class CompressorPlan:
     """What a compressor does by default, and what it sends.
 
     `feedback`: what it loses of a gradient is added to the next one, unless the job says otherwise. `bits`: that it sends for each
-    gradient with its default options, about. `outer`: it may round outer gradients (`comm.every`), without error feedback.
+    gradient with its default options, about; `bits_of(options, shapes)`: with those of a job, for parameters of these shapes, of
+    which there may be none. `outer`: it may round outer gradients (`comm.every`), without error feedback.
     `loss_increase`: what it added to the loss with these options, in nats a byte, in the training of docs/how-to/communication.md
     (320 steps of a small GPT from scratch), 0 where that is within the spread of seeds; None: not known, `auto` does not take it.
     `checks_shapes`: its `refuse` refuses models by the shapes of their parameters; it is called before workers start, too.
@@ -90,6 +92,15 @@ class CompressorPlan:
     outer: bool = False
     loss_increase: float | None = None
     checks_shapes: bool = False
+    bits_of: Callable[[Mapping[str, Any], Sequence[Sequence[int]]], float] | None = None
+
+
+def sides(shape: Sequence[int]) -> tuple[int, int, int]:
+    """A gradient of two or more dimensions as (matrices, rows, columns): the experts of a layer, [E, r, c], are E matrices, if the
+    factors are then smaller than of one matrix whose rows are the first dimension, as a convolution's are not."""
+    whole = 1, shape[0], math.prod(shape[1:])
+    stack = math.prod(shape[:-2]), shape[-2], shape[-1]
+    return min((whole, stack), key=lambda form: form[0] * (form[1] + form[2]))
 
 
 def strategy_plan(name: str) -> StrategyPlan | None:

@@ -115,6 +115,11 @@ class Model:
         return found
 
     @_once
+    def shapes(self, ranks: int) -> list[tuple[int, ...]]:
+        """Of one rank's part of each trained parameter. Not to be changed."""
+        return [p.rows(ranks) for p in self.params if p.trained]
+
+    @_once
     def whole_in_group(self, ranks: int) -> int:
         """Trained elements of one of `ranks` that each rank of a tensor group has."""
         return sum(p.part(ranks) for p in self.params if p.trained and p.whole is None)

@@ -48,7 +48,8 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
     if ranks == 1:
         return Traffic(0, 0, 0)
     count = spec.batches(machine.ranks)[1]
-    compute, reduce = BYTES[spec.precision.params], sent_bytes(spec)
+    copies = "parameters" in plan.sharded and shard < ranks
+    compute, reduce = BYTES[spec.precision.params], sent_bytes(spec, model.shapes(shard if copies else 1))
     every = spec.comm.every
     if every is not None:
         reduce = outer_bytes(spec) / every

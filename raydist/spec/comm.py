@@ -5,6 +5,7 @@ Runs anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -173,12 +174,15 @@ def _shown(value: Any) -> Any:
     return value.model_dump() if isinstance(value, Part) else value
 
 
-def sent_bytes(spec: JobSpec) -> float:
-    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32, as does auto."""
+def sent_bytes(spec: JobSpec, shapes: Sequence[Sequence[int]] = ()) -> float:
+    """Of one gradient, as it is sent to be summed. An own compressor without a PLAN counts as fp32, as does auto. `shapes`: of the
+    parameters, on which it depends with some compressors."""
     if not spec.comm.compresses:
         return 4.0 if spec.precision.reduce == "fp32" else 2.0
     plan = compressor_plan(spec.comm.compress)
-    return plan.bits / 8 if plan is not None else 4.0
+    if plan is None:
+        return 4.0
+    return (plan.bits_of(spec.comm.options, shapes) if plan.bits_of else plan.bits) / 8
 
 
 def check(spec: JobSpec) -> None:

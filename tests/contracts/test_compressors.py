@@ -19,7 +19,7 @@ from torch import Tensor
 from raydist import registry
 from raydist.checkpoint import manifest
 from raydist.errors import SpecError, UserError
-from raydist.extension_plans import CompressorPlan, strategy_plan
+from raydist.extension_plans import CompressorPlan, sides, strategy_plan
 from raydist.faults import Kill
 from raydist.run.directory import RunDir
 from raydist.spec import CommSpec, JobSpec, load
@@ -122,7 +122,7 @@ class OneProcess:
         self.left = [{n: torch.zeros(shape) for n, shape in shapes.items()} for _ in range(world)]
         self.state: dict[str, Tensor] = {}
         if isinstance(self.compressor, Sums):
-            states = {n: self.compressor.state(n, *compressors.sides(s)) for n, s in shapes.items() if len(s) > 1}
+            states = {n: self.compressor.state(n, *sides(s)) for n, s in shapes.items() if len(s) > 1}
             self.state = {n: state for n, state in states.items() if state is not None}
 
     def __call__(self, every: Sequence[Gradients]) -> Gradients:
@@ -194,7 +194,7 @@ class OneProcess:
         """By torch's QR, as in the paper."""
         found = {}
         for name, shape in self.shapes.items():
-            ms = [of[name].reshape(compressors.sides(shape) if len(shape) > 1 else (1, -1, 1)) for of in given]
+            ms = [of[name].reshape(sides(shape) if len(shape) > 1 else (1, -1, 1)) for of in given]
             if (q := self.state.get(name)) is None:
                 found[name] = sum(ms).view(shape)  # type: ignore[union-attr]
                 for left in self.left:
@@ -582,7 +582,7 @@ def saved_with_other_factors(rank: Rank, folder: str) -> Any:
     import raydist.worker.comm.compression.piece as pieces
     import raydist.worker.comm.compression.reducer as reducers
 
-    before, by_rows = compressors.sides, lambda shape: (1, shape[0], math.prod(shape[1:]))
+    before, by_rows = sides, lambda shape: (1, shape[0], math.prod(shape[1:]))
     pieces.sides = reducers.sides = by_rows  # type: ignore[attr-defined]
     try:
         trainer, state = some_steps(rank, made("zero2", "powersgd", model=MOE))
@@ -603,7 +603,7 @@ def test_factors_of_another_shape_start_anew(ranks: Any, tmp_path: Path, world: 
     total, first = added([left for left, _ in before]), compressors.build("powersgd", OPTIONS["powersgd"])
     assert isinstance(first, Sums)
     model = registry.load("model", "mixtral")(job("ddp", model=MOE).model, VOCAB)
-    sides = {f"shared/{n}": compressors.sides(p.shape) for n, p in model.named_parameters() if p.dim() > 1}
+    forms = {f"shared/{n}": sides(p.shape) for n, p in model.named_parameters() if p.dim() > 1}
     for n, whole in added([left for left, *_ in after]).items():
         assert torch.equal(whole, total[n]), n
     for _, shared, anew in after:
@@ -612,7 +612,7 @@ def test_factors_of_another_shape_start_anew(ranks: Any, tmp_path: Path, world: 
         for n, factor in shared.items():
             old = before[0][1][n]
             assert ("experts" in n) == (old.shape != factor.shape)
-            assert torch.equal(factor, first.state(n.removeprefix("shared/"), *sides[n]) if "experts" in n else old)
+            assert torch.equal(factor, first.state(n.removeprefix("shared/"), *forms[n]) if "experts" in n else old)
 
 
 def test_parts_without_rows() -> None:

@@ -229,7 +229,8 @@ def test_what_is_sent_after_the_last_pass(strategy: str, asked: float | None, sh
 
 @pytest.mark.parametrize(("strategy", "share"), [("ddp", 1.0), ("zero1", 0.5), ("zero2", 0.5)])
 def test_compressed_gradients(strategy: str, share: float) -> None:
-    """int8 sends a quarter of the gradients' bytes, and gathers parameters as before; what is left of them is held twice."""
+    """int8 sends a quarter of the gradients' bytes, and gathers parameters as before; what is left of them is held twice. What topk
+    and powersgd send depends on their options."""
     model = Model((Param("head", (1024, 1024), True, ROOT),), 0)
     plain, machine = job(), Machine(2, 1, "cpu")
     int8 = job(comm={"compress": "int8"})
@@ -237,11 +238,19 @@ def test_compressed_gradients(strategy: str, share: float) -> None:
     assert (after.gathers, after.across) == (before.gathers, before.across)
     assert after.sums == pytest.approx(before.sums * (8 + 32 / 1024) / 32)
     assert before.sums == pytest.approx(4 * 2**20 * share)
+    for compress, options, sent in (
+        ("topk", {}, 8 * 0.01 * 2**20),
+        ("topk", {"ratio": 0.25}, 8 * 0.25 * 2**20),
+        ("powersgd", {"rank": 8}, 4 * 8 * 2048),
+    ):
+        made = traffic(strategy, job(comm={"compress": compress, "options": options}), machine, model)
+        assert made.sums == pytest.approx(sent * share)
 
     def held(spec: JobSpec) -> int:
         return estimate(strategy, spec, machine, model, Activations(0, (Peak("forward", 0, 0, 0),))).in_flight
 
-    assert held(int8) - held(plain) == pytest.approx((8 + 2 * (1 + 4 / 1024)) * 2**20, rel=1e-4)
+    encoded, decoded = (3, 6) if strategy == "ddp" else (2, 2)
+    assert held(int8) - held(plain) == pytest.approx((8 + encoded * (1 + 4 / 1024) + decoded) * 2**20, rel=1e-4)
 
 
 @pytest.mark.parametrize(("compress", "number"), [("none", 4.0), ("int8", 1 + 4 / 1024)])

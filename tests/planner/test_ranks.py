@@ -116,6 +116,8 @@ class OneStep:
 
     def __call__(self) -> None:
         """The passes of a step and an update. `looked` is called after each backward pass, and before the update."""
+        for reducer in self.strategy.reducers():
+            reducer.begin(1.0)
         self.strategy.passes(self.batches, self)
         self.strategy.finish_grads()
         if self.split is not None:
@@ -176,6 +178,7 @@ def on_mesh(
     checkpoint: str = "none",
     model: str = "gpt",
     layers: int | None = None,
+    compress: str = "none",
     **mesh: int,
 ) -> JobSpec:
     """Micro-batches of 2 sequences for each replica of a mesh. `layers`: four in a pipeline, else two, because all blocks are
@@ -187,6 +190,7 @@ def on_mesh(
         train=train,
         cluster={"workers": world},
         precision=precision,
+        comm={"compress": compress},
         # Where there are more replicas, over two groups of them.
         parallel={"strategy": strategy, **mesh, **({"shard": 2} if strategy == "hsdp" else {})},
     )
@@ -214,6 +218,9 @@ MESHES = {
     "pipeline 2, expert 2": on_mesh("ddp", 4, 4, model="mixtral", layers=2, pipeline=2, expert=2),
     "pipeline 2, context 2": on_mesh("ddp", 4, 4, layers=2, pipeline=2, context=2),
     "tensor 2, context 2": on_mesh("ddp", 4, tensor=2, context=2),
+    **{f"{name}, int8": on_mesh(name, 2, compress="int8") for name in ("ddp", "zero2", "zero3")},
+    "hsdp, int8": on_mesh("hsdp", 4, compress="int8"),
+    "ddp, powersgd": on_mesh("ddp", 2, compress="powersgd"),
 }
 
 

@@ -161,7 +161,7 @@ def tried(
 
     def sent(way: Way) -> float:
         """Bytes over those of torch's."""
-        return sent_bytes(way.of(spec)) / sent_bytes(torchs.of(spec))
+        return sent_bytes(way.of(spec), [*shapes.values()]) / sent_bytes(torchs.of(spec))
 
     def least(way: Way) -> float:
         """Seconds of a step if links are as fast as with torch's and all overlaps. Two levels and rings use other links."""

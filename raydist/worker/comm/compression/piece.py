@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from raydist.worker.comm.compressors import Matrix, Rows, Sums, sides
+from raydist.extension_plans import sides
+from raydist.worker.comm.compressors import Matrix, Rows, Sums
 
 
 @dataclass(slots=True)
@@ -70,12 +71,10 @@ class Piece:
         """The strategy's gradients in the shape of `body`."""
         return gradients.view(self.world, self.row) if self.packed else gradients.view(-1)
 
-    def buffer(
-        self, name: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """A buffer that the piece keeps; zeros at first."""
+    def buffer(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Bytes that the piece keeps, for what is on its way; zeros at first."""
         if name not in self.room:
-            self.room[name] = torch.zeros(*shape, dtype=dtype, device=device)
+            self.room[name] = torch.zeros(*shape, dtype=torch.uint8, device=device)
         return self.room[name]
 
     def places(self) -> Iterator[tuple[str, torch.Size, int, int]]:

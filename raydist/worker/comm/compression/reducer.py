@@ -28,12 +28,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from raydist.errors import UserError
+from raydist.extension_plans import sides
 from raydist.spec import CommSpec
 from raydist.worker.comm import compressors, gloo_p2p
 from raydist.worker.comm.compression import piece as pieces
 from raydist.worker.comm.compression.lane import Lane
 from raydist.worker.comm.compression.piece import Piece
-from raydist.worker.comm.compressors import Rows, Sums, sides
+from raydist.worker.comm.compressors import Rows, Sums
 from raydist.worker.comm.groups import another
 from raydist.worker.comm.json_gather import gather_json
 from raydist.worker.metrics import collective_counters
@@ -83,6 +84,7 @@ class Reducer:
         self.sent: list[Sent] = []
         """Of this step, a line for each piece that has arrived."""
         self._scale = 1.0
+        self._rooms: dict[str, Tensor] = {}
         self._put_at = self._done_at = 0.0
         on_cuda = device.type == "cuda" and aside
         stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
@@ -128,6 +130,14 @@ class Reducer:
                 for piece in self.pieces
             ],
         ]
+
+    def room(self, name: str, rows: int, size: int) -> Tensor:
+        """[rows, size], with any numbers in it, for a task of one lane at a time: what a piece need not keep is not allocated for
+        each, and is in the processor's cache."""
+        numel = rows * size
+        if name not in self._rooms or self._rooms[name].numel() < numel:
+            self._rooms[name] = torch.empty(numel, device=self.device)
+        return self._rooms[name][:numel].view(rows, size)
 
     # --- a step
 
@@ -208,7 +218,7 @@ class _Call:
         owner, piece = self._owner, self._piece
         factor = 1.0 / (owner._scale * owner.factor)
         if piece.made is None:
-            values = piece.buffer("values", (owner.world, piece.size), owner.device)
+            values = owner.room("values", owner.world, piece.size)
             torch.mul(self._gradients, factor, out=piece.body(values))
         elif piece.used:
             values = piece.made
@@ -240,7 +250,7 @@ class _Call:
         assert isinstance(compressor, Sums)
         state = piece.made_state if piece.used else piece.kept_state
         values = self._take()
-        result = piece.buffer("result", (owner.world, piece.size), owner.device)
+        result = owner.room("result", owner.world, piece.size)
 
         def add_up(flat: Tensor) -> None:
             begun = time.perf_counter()
@@ -262,8 +272,7 @@ class _Call:
         assert isinstance(compressor, Rows)
         values = self._take()
         each = compressor.row_bytes(piece.size)
-        sent = piece.buffer("sent", (owner.world, each), owner.device, torch.uint8)
-        came = piece.buffer("came", (owner.world, each), owner.device, torch.uint8)
+        sent, came = (piece.buffer(name, (owner.world, each), owner.device) for name in ("sent", "came"))
         compressor.encode(values, sent)
         self._sent.lost = torch.linalg.vector_norm(values).square()
         self._sent.nbytes += each * (owner.world - 1)
@@ -276,7 +285,7 @@ class _Call:
         assert isinstance(compressor, Rows)
         assert self._work is not None
         self._work.wait()
-        total = piece.buffer("total", (1, piece.size), owner.device)
+        total = owner.room("total", 1, piece.size)
         came = piece.room["came"]
         compressor.decode(came[:1], total)
         compressor.add(came[1:], total[0])
@@ -284,7 +293,7 @@ class _Call:
             self._finish(total[0, : piece.row])
             return
         each = compressor.row_bytes(piece.size)
-        gathered = piece.buffer("gathered", (owner.world, each), owner.device, torch.uint8)
+        gathered = piece.buffer("gathered", (owner.world, each), owner.device)
         mine = gathered[owner._rank : owner._rank + 1]
         compressor.encode(total, mine)
         self._sent.lost = self._sent.lost + torch.linalg.vector_norm(total).square()
@@ -305,7 +314,7 @@ class _Call:
             compressor.decode(gathered, self._into.view(owner.world, piece.size))
             self._finish(None)
             return
-        values = piece.buffer("result", (owner.world, piece.size), owner.device)
+        values = owner.room("result", owner.world, piece.size)
         compressor.decode(gathered, values)
         self._finish(piece.body(values))
 

@@ -25,7 +25,6 @@ Optional, at the top level of the file, and free of torch (see raydist/registry.
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -63,14 +62,6 @@ class Rows(ABC):
         for encoded_B in encoded_RB:
             self.decode(encoded_B[None], row)
             total_S.add_(row[0])
-
-
-def sides(shape: Sequence[int]) -> tuple[int, int, int]:
-    """A gradient of two or more dimensions as (matrices, rows, columns): the experts of a layer, [E, r, c], are E matrices, if the
-    factors are then smaller than of one matrix whose rows are the first dimension, as a convolution's are not."""
-    whole = 1, shape[0], math.prod(shape[1:])
-    stack = math.prod(shape[:-2]), shape[-2], shape[-1]
-    return min((whole, stack), key=lambda form: form[0] * (form[1] + form[2]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ Shape suffixes: P parts, E matrices, r rows of a part, c columns, k rank.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,11 +25,10 @@ from pydantic import Field
 from torch import Tensor
 
 from raydist.errors import UserError
-from raydist.extension_plans import CompressorPlan
+from raydist.extension_plans import CompressorPlan, sides
 from raydist.spec.parts import Part
-from raydist.worker.comm.compressors import Matrix, Sums, sides
+from raydist.worker.comm.compressors import Matrix, Sums
 
-PLAN = CompressorPlan(feedback=True, bits=1.0, loss_increase=0.13, checks_shapes=True)
 _TINY, _NOISE = 1e-30, 1e-5
 """The least divisor; and the share of a column below which what is left beside the others is taken for rounding."""
 
@@ -39,19 +39,32 @@ class Options(Part):
     rank: int = Field(4, ge=1, description="Columns of the factors: more are nearer to the gradient, and more bytes.")
 
 
+def _pays(rank: int, rows: int, columns: int) -> bool:
+    return rank <= min(rows, columns) and rank * (rows + columns) < rows * columns
+
+
+def _bits(options: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> float:
+    rank, sent, numbers = Options(**options).rank, 0, 0
+    for shape in shapes:
+        count, rows, columns = sides(shape) if len(shape) > 1 else (1, 1, math.prod(shape))
+        numbers += count * rows * columns
+        sent += count * (rank * (rows + columns) if _pays(rank, rows, columns) else rows * columns)
+    return 32 * sent / numbers if numbers else 1.0
+
+
+PLAN = CompressorPlan(feedback=True, bits=1.0, bits_of=_bits, loss_increase=0.13, checks_shapes=True)
+
+
 class Compressor(Sums):
     """Factors of `rank` columns, which start from the ones of the step before."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._rank = Options(**options).rank
 
-    def _pays(self, rows: int, columns: int) -> bool:
-        return self._rank <= min(rows, columns) and self._rank * (rows + columns) < rows * columns
-
     def refuse(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """See `Sums.refuse`."""
         matrices = [sides(shape)[1:] for shape in shapes.values() if len(shape) > 1]
-        if any(self._pays(*each) for each in matrices):
+        if any(_pays(self._rank, *each) for each in matrices):
             return
         most = max((r * c // (r + c) - (r * c % (r + c) == 0) for r, c in matrices), default=0)
         raise UserError(
@@ -61,7 +74,7 @@ class Compressor(Sums):
 
     def state(self, name: str, count: int, rows: int, columns: int) -> Tensor | None:
         """Q, [c, k] or [E, c, k]: random, and of each name the same on every rank and in every run."""
-        if not self._pays(rows, columns):
+        if not _pays(self._rank, rows, columns):
             return None
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         return torch.randn(*([count] if count > 1 else []), columns, self._rank, generator=generator)

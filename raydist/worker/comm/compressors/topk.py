@@ -23,13 +23,16 @@ from raydist.worker.comm.compressors import Rows, scratch
 if TYPE_CHECKING:
     from raydist.spec import CommSpec
 
-PLAN = CompressorPlan(feedback=True, bits=0.64, loss_increase=0.85)
-
 
 class Options(Part):
     """Options of topk."""
 
     ratio: float = Field(0.01, gt=0, le=1, description="Share of the gradients that is sent in a step.")
+
+
+PLAN = CompressorPlan(
+    feedback=True, bits=0.64, bits_of=lambda options, shapes: 64 * Options(**options).ratio, loss_increase=0.85
+)
 
 
 def check_spec(spec: CommSpec) -> None:
