@@ -25,7 +25,7 @@ from raydist.records import StepRecord
 
 PER_NODE = 8
 STEP = 20
-"""Of the snapshot that the nodes have in memory."""
+"""Of the snapshot that the nodes have in memory, times the number of the attempt that has taken it."""
 LOST_PEER = "[connection.cc:640] Connection closed by peer [10.0.0.1]:1234"
 TRACEBACK = 'Traceback (most recent call last):\n  File "raydist/worker/loop.py", line 100, in step\n    sync()\n' * 12
 
@@ -70,14 +70,11 @@ class Orders:
 
 @dataclass(slots=True)
 class Kept:
-    """What a node's memory store has: the ranks of the node, of the node whose buddy it is, the ranks' world size, and whether it
-    has fetched the file that all read.
-    """
+    """What a node's memory store has: the ranks of the node, of the node whose buddy it is, and the ranks' world size."""
 
     ranks: Sequence[int] = ()
     buddy: Sequence[int] = ()
     world: int = 0
-    fetched: bool = False
 
 
 class Host:
@@ -173,11 +170,12 @@ class Host:
         if method == "copy":
             kept.buddy = tuple(given[0])
         elif method == "inventory":
-            own = [*kept.ranks, *({0} - {*kept.ranks} if kept.fetched else ())]
-            files, others = ({(STEP, shard(rank, kept.world)): 1 for rank in ranks} for ranks in (own, kept.buddy))
-            return Inventory(files, [snapshot(kept.world)] if 0 in kept.ranks else [], others)
+            copy = snapshot(max(self.orders), kept.world)
+            files, others = (
+                {(copy.step, shard(rank, kept.world)): 1 for rank in ranks} for ranks in (kept.ranks, kept.buddy)
+            )
+            return Inventory(files, [copy] if 0 in kept.ranks else [], others)
         elif method == "fetch":
-            kept.fetched = True
             return []
         return None
 
@@ -290,7 +288,7 @@ def shard(rank: int, world: int) -> str:
     return Shard(rank, world, 1, f"{rank:032x}").name
 
 
-def snapshot(world: int) -> Copy:
-    """The manifest of the snapshot: one file of each rank, which only that rank reads, but the first, which all read."""
+def snapshot(attempt: int, world: int) -> Copy:
+    """The manifest of an attempt's snapshot: one file of each rank, which only that rank reads, but the first, which all read."""
     files = {shard(rank, world): 1 for rank in range(world)}
-    return Copy(STEP, 1, "MANIFEST-0001.json", world, files, frozenset([shard(0, world)]))
+    return Copy(STEP * attempt, attempt, f"MANIFEST-{attempt:04d}.json", world, files, frozenset([shard(0, world)]))
