@@ -70,11 +70,12 @@ class Orders:
 
 @dataclass(slots=True)
 class Kept:
-    """What a node's memory store has: the ranks of the node, of the node whose buddy it is, and the ranks' world size."""
+    """What a node's memory store knows: the ranks and the world size that it was told; the last attempt that its node trained, its
+    world size, and the first of the node's ranks in it.
+    """
 
-    ranks: Sequence[int] = ()
-    buddy: Sequence[int] = ()
-    world: int = 0
+    told: Any = None
+    trained: tuple[int, int, int] | None = None
 
 
 class Host:
@@ -164,18 +165,12 @@ class Host:
             await self.closed.wait()
         if method in ("link", "inventory") and given:
             _, buddy, ranks, world = given
-            if buddy is not None and (tuple(ranks), world) != (kept.ranks, kept.world):
+            if buddy is not None and kept.told != (ranks, world):
                 buddy.copy.remote(ranks)
-            kept.ranks, kept.world = tuple(ranks), world
-        if method == "copy":
-            kept.buddy = tuple(given[0])
-        elif method == "inventory":
-            copy = snapshot(max(self.orders), kept.world)
-            files, others = (
-                {(copy.step, shard(rank, kept.world)): 1 for rank in ranks} for ranks in (kept.ranks, kept.buddy)
-            )
-            return Inventory(files, [copy] if 0 in kept.ranks else [], others)
-        elif method == "fetch":
+            kept.told = ranks, world
+        if method == "inventory":
+            return Inventory() if kept.trained is None else files(*kept.trained)
+        if method == "fetch":
             return []
         return None
 
@@ -239,6 +234,8 @@ class Host:
 
     def _train(self, agent: Agent, order: Mapping[str, Any]) -> None:
         agent.rank, agent.attempt = int(order["env"]["RANK"]), order["attempt"]
+        trained = agent.attempt, int(order["env"]["WORLD_SIZE"]), agent.rank - agent.rank % PER_NODE
+        self.kept.setdefault(agent.offer["node"], Kept()).trained = trained
         found = self.orders.setdefault(agent.attempt, Orders(first=time.time()))
         found.count, found.last, found.job = found.count + 1, time.time(), order["job"]
         if agent.rank == 0:
@@ -290,5 +287,14 @@ def shard(rank: int, world: int) -> str:
 
 def snapshot(attempt: int, world: int) -> Copy:
     """The manifest of an attempt's snapshot: one file of each rank, which only that rank reads, but the first, which all read."""
-    files = {shard(rank, world): 1 for rank in range(world)}
-    return Copy(STEP * attempt, attempt, f"MANIFEST-{attempt:04d}.json", world, files, frozenset([shard(0, world)]))
+    names = {shard(rank, world): 1 for rank in range(world)}
+    return Copy(STEP * attempt, attempt, f"MANIFEST-{attempt:04d}.json", world, names, frozenset([shard(0, world)]))
+
+
+def files(attempt: int, world: int, first: int) -> Inventory:
+    """What a node has of an attempt's snapshot: the files of its ranks and of the node before it in the ring."""
+    own, buddy = (
+        {(STEP * attempt, shard((start + rank) % world, world)): 1 for rank in range(PER_NODE)}
+        for start in (first, first - PER_NODE)
+    )
+    return Inventory(own, [snapshot(attempt, world)] if first in (0, PER_NODE) else [], buddy)
