@@ -73,10 +73,9 @@ class MemoryCheckpoints:
         job: dict[str, Any] = {"folder": self.folder, "step": None, "manifest": None}
         try:
             fresh = self._start(ranks)
-            if fresh == set(self._nodes):
-                self._link()
-            else:
+            if fresh != set(self._nodes):
                 job |= self._chosen(ranks, gone)
+            self._link()
             self._leave(set(ranks.values()))
         except Exception as error:
             self._note(f"the run does not resume from a copy in memory: {type(error).__name__}: {error}")
@@ -148,7 +147,7 @@ class MemoryCheckpoints:
                 self._link()
 
     def _restarted(self) -> None:
-        """Drops the links that killed memory stores had received."""
+        """Notes which memory stores were killed: they have no link, and their files may be gone."""
         import ray
 
         with self._lock:
@@ -165,21 +164,19 @@ class MemoryCheckpoints:
         """Asks first only the nodes of which it is not known what they have, and all others if that does not suffice."""
         committed, lineage = self._run.newest_step(), self._run.lineage()
         alive = self._alive().difference(gone)
-        asked, inventories, problem = self._unsure(alive), dict[str, Inventory](), ""
+        first, inventories, problem = self._unsure(alive), dict[str, Inventory](), ""
 
         def counts(copy: Copy) -> bool:
             return lineage.voided_by(copy.attempt, copy.step) is None and self._used.get(copy.step, 0) < _USES
 
-        for others in (partial(self._presumed, alive - asked), None):
-            if others is None:
-                asked = alive - asked
+        for asked, others in ((first, partial(self._presumed, alive - first)), (alive - first, None)):
             with self._lock:  # one message tells the links, too
                 calls = {node: ("inventory", self._news(node)) for node in asked}
-            self._link()
             inventories |= self._ask(calls, _ASK_S)
             found = place(inventories, ranks, after=committed, counts=counts, others=others)
             if found is None:
                 continue
+            self._link()  # a node that fetches a file of its ranks tells its buddy
             step, manifest = found.copy.step, found.copy.manifest
             if not (problems := self._fetched(found, ranks[0])):
                 self._used[step] = self._used.get(step, 0) + 1
