@@ -96,7 +96,8 @@ def _passed_on(
             stack.callback(Use(str(path.parents[2])).close)
             path.parent.mkdir(parents=True, exist_ok=True)
             stack.callback(part.unlink, missing_ok=True)
-        file = stack.enter_context(part.open("xb") if position else path.open("rb"))
+        file = part.open("xb") if position else path.open("rb")
+        stack.callback(_problem_of, file.close)  # without room, what is buffered fails again
 
     def end() -> None:
         file.close()

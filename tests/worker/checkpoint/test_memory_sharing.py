@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,9 +59,10 @@ def put(folder: Path, rank: int, buddy: bool = False, data: bytes | None = None)
     return path
 
 
-def spread(rank: Rank, folders: dict[str, str]) -> tuple[list[str], list[str]]:
-    """(the problems, the names of files that the bell of this rank's node was told)."""
+def spread(rank: Rank, folders: dict[str, str], full: str = "") -> tuple[list[str], list[str]]:
+    """(the problems, the names of files that the bell of this node was told). `full`: a node whose files cannot become long."""
     memory_sharing.PIECE_BYTES = 1000
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     folder, found = Path(folders[NODES[rank.rank]]), copy()
     names = sorted(found.files)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bell:
@@ -68,7 +70,12 @@ def spread(rank: Rank, folders: dict[str, str]) -> tuple[list[str], list[str]]:
             bell.bind(str(folder / BELL))
             bell.setblocking(False)
         every = gather_json([NODES[rank.rank], memory_sharing.held(folder, found, names)], rank.control)
-        problems = memory_sharing.spread(folder, found, names, every, rank.rank, rank.control)
+        if NODES[rank.rank] == full:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
+        try:
+            problems = memory_sharing.spread(folder, found, names, every, rank.rank, rank.control)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         told = []
         while first:
             try:
@@ -113,9 +120,10 @@ def test_a_node_that_cannot_write_sends_on(ranks: Any, folders: dict[str, Path])
     """It reports the error, and those after it get the file all the same."""
     put(folders["a"], 0)
     (folders["b"] / "checkpoints").touch()
-    results = run(ranks, spread, 5, {node: str(folder) for node, folder in folders.items()})
-    assert [len(problems) for problems, _ in results] == [0, 0, 1, 0, 0]
-    for node in "acd":
+    results = run(ranks, spread, 5, {node: str(folder) for node, folder in folders.items()}, "c")
+    assert [len(problems) for problems, _ in results] == [0, 0, 1, 1, 0]
+    assert [*(folders["c"] / step_folder(20)).iterdir()] == []
+    for node in "ad":
         assert [*there(folders[node])] == [*copy().files][:1]
 
 
