@@ -14,7 +14,8 @@ one, the run ends, and the same command continues it (tests/end_to_end/test_node
 
 "ordered": seconds until the last agent had the order to train of the next attempt: for a death from the death, for a node that was
 cut off from when the coordinator noticed it, `--lost` seconds after its last beat. "over": the same until the driver had the result
-of the attempt; "placed": until the files of the copies in memory were on the nodes that need them; "first order". Processor time is
+of the attempt; "placed": until the nodes of single ranks had fetched what they need of the copy in memory (what all ranks read they
+send each other after the order, which is not in these seconds); "first order". Processor time is
 that of the process in these seconds. All share this machine's cores: on a cluster the simulated agents would not, so
 "control_cpu_s" has what the driver, the coordinator and the monitor need together. "messages": to the coordinator, beats included,
 over control connections or, as "messages by Ray", through Ray; the other counts are of the calls in them (of `next` and `ended` one

@@ -25,7 +25,7 @@ from raydist.records import StepRecord
 
 PER_NODE = 8
 STEP = 20
-"""Of the snapshot that the nodes have in memory."""
+"""Of the snapshot that the nodes have in memory, times the number of the attempt that has taken it."""
 LOST_PEER = "[connection.cc:640] Connection closed by peer [10.0.0.1]:1234"
 TRACEBACK = 'Traceback (most recent call last):\n  File "raydist/worker/loop.py", line 100, in step\n    sync()\n' * 12
 
@@ -70,14 +70,12 @@ class Orders:
 
 @dataclass(slots=True)
 class Kept:
-    """What a node's memory store has: the ranks of the node, of the node whose buddy it is, the ranks' world size, and whether it
-    has fetched the file that all read.
+    """What a node's memory store knows: the ranks and the world size that it was told; the last attempt that its node trained, its
+    world size, and the first of the node's ranks in it.
     """
 
-    ranks: Sequence[int] = ()
-    buddy: Sequence[int] = ()
-    world: int = 0
-    fetched: bool = False
+    told: Any = None
+    trained: tuple[int, int, int] | None = None
 
 
 class Host:
@@ -167,17 +165,12 @@ class Host:
             await self.closed.wait()
         if method in ("link", "inventory") and given:
             _, buddy, ranks, world = given
-            if buddy is not None and (tuple(ranks), world) != (kept.ranks, kept.world):
+            if buddy is not None and kept.told != (ranks, world):
                 buddy.copy.remote(ranks)
-            kept.ranks, kept.world = tuple(ranks), world
-        if method == "copy":
-            kept.buddy = tuple(given[0])
-        elif method == "inventory":
-            own = [*kept.ranks, *({0} - {*kept.ranks} if kept.fetched else ())]
-            files, others = ({(STEP, shard(rank, kept.world)): 1 for rank in ranks} for ranks in (own, kept.buddy))
-            return Inventory(files, [snapshot(kept.world)] if 0 in kept.ranks else [], others)
-        elif method == "fetch":
-            kept.fetched = True
+            kept.told = ranks, world
+        if method == "inventory":
+            return Inventory() if kept.trained is None else files(*kept.trained)
+        if method == "fetch":
             return []
         return None
 
@@ -241,6 +234,8 @@ class Host:
 
     def _train(self, agent: Agent, order: Mapping[str, Any]) -> None:
         agent.rank, agent.attempt = int(order["env"]["RANK"]), order["attempt"]
+        trained = agent.attempt, int(order["env"]["WORLD_SIZE"]), agent.rank - agent.rank % PER_NODE
+        self.kept.setdefault(agent.offer["node"], Kept()).trained = trained
         found = self.orders.setdefault(agent.attempt, Orders(first=time.time()))
         found.count, found.last, found.job = found.count + 1, time.time(), order["job"]
         if agent.rank == 0:
@@ -290,7 +285,16 @@ def shard(rank: int, world: int) -> str:
     return Shard(rank, world, 1, f"{rank:032x}").name
 
 
-def snapshot(world: int) -> Copy:
-    """The manifest of the snapshot: one file of each rank, which only that rank reads, but the first, which all read."""
-    files = {shard(rank, world): 1 for rank in range(world)}
-    return Copy(STEP, 1, "MANIFEST-0001.json", world, files, frozenset([shard(0, world)]))
+def snapshot(attempt: int, world: int) -> Copy:
+    """The manifest of an attempt's snapshot: one file of each rank, which only that rank reads, but the first, which all read."""
+    names = {shard(rank, world): 1 for rank in range(world)}
+    return Copy(STEP * attempt, attempt, f"MANIFEST-{attempt:04d}.json", world, names, frozenset([shard(0, world)]))
+
+
+def files(attempt: int, world: int, first: int) -> Inventory:
+    """What a node has of an attempt's snapshot: the files of its ranks and of the node before it in the ring."""
+    own, buddy = (
+        {(STEP * attempt, shard((start + rank) % world, world)): 1 for rank in range(PER_NODE)}
+        for start in (first, first - PER_NODE)
+    )
+    return Inventory(own, [snapshot(attempt, world)] if first in (0, PER_NODE) else [], buddy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raydist.checkpoint.memory_layout import Shard
-from raydist.cluster.run.memory_checkpoint_recovery import Copy, Inventory, place
+from raydist.cluster.run.memory_checkpoint_recovery import Copy, Inventory, place, presumed
 
 
 def name(rank: int, world: int, step: int) -> str:
@@ -35,13 +35,12 @@ def ranks(world: int, per_node: int) -> dict[int, str]:
 
 
 def test_nothing_is_lost() -> None:
-    """The newest step is used; each node already has the files it needs, except those that all ranks share. One that has these,
-    too, is not asked."""
+    """The newest step is used; each node has the files that only its ranks need, and none fetches what all ranks read: the ranks
+    send that to each other."""
     found = place(cluster(8, 2, (10, 20)), ranks(8, 2), after=15)
     assert found is not None
     assert found.copy.step == 20
-    assert [f.name for f in found.common] == [name(0, 8, 20)]
-    assert found.fetches == {"n1": [], "n2": [], "n3": []}
+    assert found.fetches == {}
 
 
 def test_a_lost_node_is_replaced() -> None:
@@ -56,15 +55,35 @@ def test_a_lost_node_is_replaced() -> None:
 
 
 def test_a_lost_node_and_fewer_ranks() -> None:
-    """Another number of ranks reads all files, from whichever nodes have them."""
+    """Another number of ranks reads all files, which are on the other nodes."""
     nodes = cluster(8, 2, (20,))
     del nodes["n0"]
     left = {r: f"n{1 + r // 2}" for r in range(6)}
     found = place(nodes, left)
     assert found is not None
     assert found.manifest_from == "n1"
-    assert {f.name for f in found.common} == {name(r, 8, 20) for r in range(8)}
-    assert all(f.source in nodes for f in found.common)
+    assert found.fetches == {}
+
+
+def test_what_only_a_node_without_ranks_has_is_fetched_once() -> None:
+    """Two neighbours leave, and still answer: the files that are on no other node go to one node with ranks each."""
+    nodes = cluster(8, 2, (20,))
+    found = place(nodes, {0: "n0", 1: "n0", 2: "n3", 3: "n3"})
+    assert found is not None
+    assert {*found.fetches} == {"n3"}
+    # n3 keeps the files of n2 as its buddy.
+    assert {(f.name, f.source) for f in found.fetches["n3"]} == {(name(2, 8, 20), "n1"), (name(3, 8, 20), "n2")}
+
+
+def test_nodes_that_are_not_asked() -> None:
+    """What they have of a copy follows from it. If that does not suffice, no older copy is chosen: they may have more."""
+    nodes = cluster(8, 2, (10, 20))
+    asked = {n: nodes[n] for n in ("n0", "n1")}
+    others = {r: n for r, n in ranks(8, 2).items() if n not in asked}
+    found = place(asked, ranks(8, 2), others=lambda copy: presumed(copy, others, peers=False))
+    assert found == place(nodes, ranks(8, 2))
+    del others[5]
+    assert place(asked, ranks(8, 2), others=lambda copy: presumed(copy, others, peers=False)) is None
 
 
 def test_two_neighbours_lost_means_an_older_source() -> None:
@@ -103,6 +122,11 @@ def test_peers_hold_each_others_shards() -> None:
     found = place({"n0": Inventory(files, [one]), "n1": Inventory()}, ranks(4, 2))
     assert found is not None
     assert [(f.name, f.source) for f in found.fetches["n1"]] == [(name(0, 4, 20), "n0"), (name(1, 4, 20), "n0")]
+    # They have them after that.
+    again = {n: presumed(one, {r: m for r, m in ranks(4, 2).items() if m == n}, peers=True)[n] for n in ("n0", "n1")}
+    found = place({**again, "n0": Inventory(files, [one])}, ranks(4, 2))
+    assert found is not None
+    assert found.fetches == {}
 
 
 def test_ten_thousand_ranks() -> None:
@@ -114,4 +138,4 @@ def test_ten_thousand_ranks() -> None:
         found = place(nodes, {r: node if node != "n77" else "new" for r, node in ranks(10_000, 8).items()})
         assert found is not None
         assert found.copy.step == 20
-        assert len(found.common) == len(shared)
+        assert {*found.fetches} == ({"new"} if len(shared) == 1 else set())

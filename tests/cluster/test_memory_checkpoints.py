@@ -23,11 +23,11 @@ from raydist.checkpoint import memory_layout
 from raydist.checkpoint.manifest import FileEntry, Manifest
 from raydist.checkpoint.memory_layout import PEERS, SHARED, Shard, Use
 from raydist.cluster.run import memory_checkpoints
-from raydist.cluster.run.memory_checkpoint_recovery import Fetch
+from raydist.cluster.run.memory_checkpoint_recovery import Copy, Fetch, Inventory
 from raydist.cluster.run.memory_checkpoints import MemoryCheckpoints
 from raydist.cluster.run.memory_store import PIECE_BYTES, MemoryStore, start_actor
 from raydist.cluster.session import open_session, worker_environment
-from raydist.run.directory import RunDir, step_folder
+from raydist.run.directory import RunDir, begin_attempt, step_folder
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_a_killed_memory_store_learns_its_ranks_again(
     """The driver tells a memory store its ranks and buddy once, and again after Ray has restarted it."""
     monkeypatch.setattr(memory_checkpoints, "_LINK_S", 0.1)
     found = MemoryCheckpoints(RunDir(tmp_path), private=False, note=pytest.fail)
-    found.job({0: node, 1: node})
+    found.job(1, {0: node, 1: node})
     memory_store = found._nodes[node]
 
     def known() -> tuple[int, set[int]]:
@@ -187,23 +187,92 @@ def test_a_killed_memory_store_learns_its_ranks_again(
     until(lambda: not os.path.exists(found.folder))
 
 
-def test_a_node_that_does_not_answer_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray may list it as alive for minutes, and a restart would wait for its answer."""
-    calls = SimpleNamespace(remote=lambda *given: object())
-    store = SimpleNamespace(link=calls, closed=calls)
-    monkeypatch.setattr(memory_checkpoints, "start_actor", lambda folder, node: store)
-    found = MemoryCheckpoints(RunDir(tmp_path), private=True, note=pytest.fail)
-    found._private = False
-    asked: dict[str, tuple[str, Any]] = {}
-    monkeypatch.setattr(found, "_alive", lambda: {"a", "b", "c"})
-    monkeypatch.setattr(found, "_ask", lambda calls, timeout_s: asked.update(calls) or {})
-    monkeypatch.setattr(found, "_leave", lambda nodes: None)
-    found.job({0: "a", 1: "b", 2: "c"})
-    found.job({0: "a", 1: "b"}, gone={"c"})
-    assert {node: (method, given[2:]) for node, (method, given) in asked.items()} == {
-        "a": ("inventory", ([0], 2)),
-        "b": ("inventory", ([1], 2)),
-    }
+class Nodes:
+    """The memory stores of nodes with a rank each, as the driver sees them: `job` says what each of their calls was."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        begin_attempt(RunDir(tmp_path), 1)
+        self.there: dict[str, Inventory] = {}
+        self.calls: list[tuple[str, str]] = []
+        self.problem = ""
+        nothing = SimpleNamespace(remote=lambda *given: object())
+        store = SimpleNamespace(link=nothing, closed=nothing)
+        monkeypatch.setattr(memory_checkpoints, "start_actor", lambda folder, node: store)
+        self.found = MemoryCheckpoints(RunDir(tmp_path), private=True, note=lambda text: None)
+        self.found._private = False
+        monkeypatch.setattr(self.found, "_alive", lambda: {*self.there})
+        monkeypatch.setattr(self.found, "_ask", self._ask)
+        monkeypatch.setattr(self.found, "_leave", lambda nodes: None)
+        monkeypatch.setattr(self.found, "_restarted", lambda: None)
+
+    def _ask(self, calls: Any, timeout_s: float) -> dict[str, Any]:
+        self.calls += [(method, node) for node, (method, _) in sorted(calls.items())]
+        if any(method == "fetch" for method, _ in calls.values()):
+            problem, self.problem = self.problem, ""
+            return {node: [problem] if problem else [] for node in calls}
+        return {node: self.there[node] for node in calls if node in self.there}
+
+    def save(self, step: int, attempt: int, nodes: str) -> None:
+        """The ranks of these nodes take a copy, which the next one in the ring keeps, too."""
+        names = [Shard(r, len(nodes), attempt, f"{step:032x}").name for r in range(len(nodes))]
+        made = Copy(step, attempt, f"MANIFEST-{attempt:04d}.json", len(nodes), dict.fromkeys(names, 1), frozenset())
+        for r, node in enumerate(nodes):
+            copies = [made] if r < 2 else []
+            self.there[node] = Inventory({(step, names[r]): 1}, copies, {(step, names[r - 1]): 1})
+
+    def job(self, attempt: int, nodes: str, gone: str = "") -> tuple[Any, list[tuple[str, str]]]:
+        self.calls.clear()
+        return self.found.job(attempt, dict(enumerate(nodes)), gone)["step"], [*self.calls]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    """Five nodes, whose ranks took a copy in attempt 1."""
+    made = Nodes(tmp_path, monkeypatch)
+    made.job(1, "abcde")
+    made.save(20, 1, "abcde")
+    return made
+
+
+def test_few_nodes_are_asked(nodes: Nodes) -> None:
+    """Of a node that trained in the last attempt the driver knows what it has. It asks the node of rank 0 and its buddy, which have
+    the manifest, and again when the next attempt has taken a copy, or none."""
+    asked = [("inventory", "a"), ("inventory", "b"), ("fetch", "a")]
+    assert nodes.job(2, "abcde") == (20, asked)
+    assert nodes.job(3, "abcde") == (20, asked)
+    nodes.save(30, 3, "abcde")
+    assert nodes.job(4, "abcde") == (30, asked)
+
+
+def test_the_buddy_of_a_lost_node_is_asked(nodes: Nodes) -> None:
+    """And the node that has its ranks now, which fetches their files. A node that Ray still lists, and that does not answer, is not
+    asked: a restart would wait for it."""
+    nodes.there["x"] = Inventory()
+    step, calls = nodes.job(2, "abxde", gone="c")
+    assert step == 20
+    assert calls == [("inventory", n) for n in "abdx"] + [("fetch", "a"), ("fetch", "x")]
+
+
+def test_a_node_whose_memory_store_was_killed_is_asked(nodes: Nodes) -> None:
+    """Its files may have been removed: then they come from its buddy."""
+    nodes.found._killed.add("c")
+    nodes.there["c"] = Inventory()
+    step, calls = nodes.job(2, "abcde")
+    assert step == 20
+    assert calls == [("inventory", n) for n in "abcd"] + [("fetch", "a"), ("fetch", "c")]
+    assert nodes.job(3, "abcde")[1][:3] == [("inventory", "a"), ("inventory", "b"), ("fetch", "a")]
+
+
+def test_all_are_asked_if_that_does_not_suffice(nodes: Nodes) -> None:
+    """No copy is known, or it is of another attempt than the last one, or a node cannot fetch a file: all others are asked, too."""
+    rest = [("inventory", n) for n in "cde"]
+    first = [("inventory", "a"), ("inventory", "b")]
+    nodes.problem = "no such file"
+    assert nodes.job(2, "abcde") == (20, [*first, ("fetch", "a"), *rest, ("fetch", "a")])
+    nodes.save(30, 1, "abcde")
+    assert nodes.job(3, "abcde") == (30, [*first, *rest, ("fetch", "a")])
+    nodes.there = dict.fromkeys("abcde", Inventory())
+    assert nodes.job(4, "abcde") == (None, [*first, *rest])
 
 
 def test_what_killed_runs_left_goes(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_memory_stores_are_linked_in_proportion(tmp_path: Path, monkeypatch: pyt
         found = MemoryCheckpoints(RunDir(tmp_path), private=True, note=print)
         found._private = False
         ranks = {rank: node_of(rank) for rank in range(world)}
-        return lambda: found.job(ranks)
+        return lambda: found.job(1, ranks)
 
     few, many = (operations(start(world)) for world in (SMALL, SMALL * TIMES))
     assert many < few * TIMES * SLACK

@@ -6,7 +6,7 @@ Runs anywhere. Pure: no ray, no torch, no I/O; tested as a table, and for 10,000
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -52,15 +52,14 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Resume from `copy`: every node in `fetches` needs its own list and all of `common`, without the files that it has already.
-    Nodes that have all are not in it.
+    """Resume from `copy`, once every node in `fetches` has its list. Of the files that all ranks read, each is then on a node with
+    ranks, and the ranks send it to the others (worker/checkpoint/memory_sharing.py).
 
     Rank 0's node also needs the manifest, from node `manifest_from`.
     """
 
     copy: Copy
     manifest_from: str
-    common: Sequence[Fetch]
     fetches: Mapping[str, Sequence[Fetch]]
 
 
@@ -70,11 +69,13 @@ def place(
     *,
     after: int = 0,
     counts: Callable[[Copy], bool] = lambda copy: True,
+    others: Callable[[Copy], Mapping[str, Inventory]] | None = None,
 ) -> Placement | None:
     """The newest snapshot after step `after` whose files are all in some node's memory; None if there is none.
 
     `ranks`: rank -> its node, of the next attempt. `nodes`: those that answered. `counts`: whether a copy belongs to the run's
-    lineage.
+    lineage. `others`: what nodes that were not asked have of a copy. Then None also if the newest one is incomplete: an answer of
+    these nodes may complete it.
     """
     found = {(c.step, c.attempt, c.manifest): (c, node) for node, inventory in nodes.items() for c in inventory.copies}
     for step, _, _ in sorted(found, reverse=True):
@@ -83,10 +84,33 @@ def place(
         for key in sorted((k for k in found if k[0] == step), reverse=True):
             copy, manifest_from = found[key]
             if counts(copy):
-                placement = _placed(copy, manifest_from, nodes, ranks)
-                if placement is not None:
+                known = nodes if others is None else {**others(copy), **nodes}
+                placement = _placed(copy, manifest_from, known, ranks)
+                if placement is not None or others is not None:
                     return placement
     return None
+
+
+def presumed(copy: Copy, ranks: Mapping[int, str], peers: bool) -> dict[str, Inventory]:
+    """The files that the nodes of these ranks have if nothing has removed any: those that each rank saved. `peers`: and those of
+    ranks with the same bits, as after a restart from this copy.
+    """
+    own, groups = _by_rank(copy), peers_of(copy.peers) if peers else {}
+    files: dict[str, dict[tuple[int, str], int]] = {}
+    for rank, node in ranks.items():
+        names = (name for peer in groups.get(rank, {rank}) for name in own.get(peer, ()))
+        files.setdefault(node, {}).update({(copy.step, name): copy.files[name] for name in names})
+    return {node: Inventory(found) for node, found in files.items()}
+
+
+def _by_rank(copy: Copy, without: Collection[str] = ()) -> dict[int, list[str]]:
+    """Rank -> the files that it saved, without some."""
+    found: dict[int, list[str]] = {}
+    for name in copy.files:
+        shard = Shard.parse(name)
+        if shard is not None and name not in without:
+            found.setdefault(shard.rank, []).append(name)
+    return found
 
 
 def _placed(
@@ -107,12 +131,7 @@ def _placed(
         return Fetch(name, copy.files[name], source)
 
     common = set(copy.shared) if copy.world_size == len(ranks) else set(copy.files)
-    own: dict[int, list[str]] = {}
-    for name in copy.files:
-        shard = Shard.parse(name)
-        if shard is not None and name not in common:
-            own.setdefault(shard.rank, []).append(name)
-    peers = peers_of(copy.peers)
+    own, peers = _by_rank(copy, common), peers_of(copy.peers)
     fetches: dict[str, list[Fetch]] = {}
     nothing = Inventory()
 
@@ -126,7 +145,10 @@ def _placed(
                     # From the node's own memory if it keeps the file as a buddy.
                     one = Fetch(name, copy.files[name], node) if node in holders[name] else fetch(name)
                     fetches.setdefault(node, []).append(one)
-    for node in set(ranks.values()):
-        if not all(there(node, name) for name in common):
-            fetches.setdefault(node, [])
-    return Placement(copy, manifest_from, [fetch(name) for name in sorted(common)], fetches)
+    used = set(ranks.values())
+    for name in sorted(common):
+        if used.isdisjoint(holders[name]):
+            shard = Shard.parse(name)
+            node = ranks[shard.rank % len(ranks) if shard is not None else 0]
+            fetches.setdefault(node, []).append(fetch(name))
+    return Placement(copy, manifest_from, fetches)

@@ -4,6 +4,8 @@ Runs in: the driver; RestartLoop calls it. Imports ray in its functions only. Th
 
     MemoryCheckpoints.job(ranks) = inventories -> memory_checkpoint_recovery.place -> fetch on the nodes that lack something
 
+With 1,250 nodes, a call of each takes the driver half a second, so it asks only those of which it does not know what they have.
+
 If something fails here, a restart resumes from storage.
 """
 
@@ -12,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from raydist.checkpoint import memory_layout
 from raydist.cluster.nodes import listed
-from raydist.cluster.run.memory_checkpoint_recovery import Fetch, Placement, place
+from raydist.cluster.run.memory_checkpoint_recovery import Copy, Fetch, Inventory, Placement, place, presumed
 from raydist.cluster.run.memory_store import MemoryStore, start_actor
 from raydist.run.directory import RunDir
 
@@ -27,6 +31,15 @@ _Link = tuple[Any, Sequence[int], int]
 """Of a node's memory store: its buddy, or None, its node's ranks, and the world size."""
 _USES = 2
 """Attempts that may resume from one snapshot without making a newer one; the next one resumes from storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """The last attempt: rank -> node, and step and manifest of the snapshot that it resumed from."""
+
+    attempt: int
+    ranks: Mapping[int, str]
+    resumed: tuple[int | None, str | None]
 
 
 class MemoryCheckpoints:
@@ -44,26 +57,29 @@ class MemoryCheckpoints:
         """The newest link that each memory store has received."""
         self._running: dict[Any, str] = {}
         """Of each memory store its call of `closed`, which fails when the store's process is killed -> its node."""
+        self._killed: set[str] = set()
+        """Nodes whose memory store was killed since they were asked last."""
+        self._before: _Before | None = None
         self._used: dict[int, int] = {}
         self._ended = threading.Event()
         self._lock = threading.Lock()
         if not private:
             threading.Thread(target=self._relink, name="raydist-memory-links", daemon=True).start()
 
-    def job(self, ranks: Mapping[int, str], gone: Collection[str] = ()) -> dict[str, Any]:
-        """The `memory_store` of every rank's job. Returns when the files that the ranks need are on their nodes. `ranks`: rank
-        -> node id. `gone`: nodes that do not answer, of which Ray may not know yet: they are not asked.
+    def job(self, attempt: int, ranks: Mapping[int, str], gone: Collection[str] = ()) -> dict[str, Any]:
+        """The `memory_store` of every rank's job. Returns when the files that single ranks need are on their nodes. `attempt`: the
+        next one; `ranks`: rank -> node id. `gone`: nodes that do not answer, of which Ray may not know yet: they are not asked.
         """
         job: dict[str, Any] = {"folder": self.folder, "step": None, "manifest": None}
         try:
             fresh = self._start(ranks)
-            if fresh == set(self._nodes):
-                self._link()
-            else:
+            if fresh != set(self._nodes):
                 job |= self._chosen(ranks, gone)
+            self._link()
             self._leave(set(ranks.values()))
         except Exception as error:
             self._note(f"the run does not resume from a copy in memory: {type(error).__name__}: {error}")
+        self._before = _Before(attempt, dict(ranks), (job["step"], job["manifest"]))
         return job
 
     def close(self) -> None:
@@ -131,7 +147,7 @@ class MemoryCheckpoints:
                 self._link()
 
     def _restarted(self) -> None:
-        """Drops the links that killed memory stores had received."""
+        """Notes which memory stores were killed: they have no link, and their files may be gone."""
         import ray
 
         with self._lock:
@@ -140,43 +156,67 @@ class MemoryCheckpoints:
             for call in ray.wait(list(self._running), num_returns=len(self._running), timeout=0, fetch_local=False)[0]:
                 node = self._running.pop(call)
                 if node in self._nodes:
+                    self._killed.add(node)
                     self._sent_links.pop(node, None)
                     self._running[self._nodes[node].closed.remote()] = node
 
     def _chosen(self, ranks: Mapping[int, str], gone: Collection[str]) -> dict[str, Any]:
+        """Asks first only the nodes of which it is not known what they have, and all others if that does not suffice."""
         committed, lineage = self._run.newest_step(), self._run.lineage()
-        with self._lock:  # one message tells the links, too
-            calls = {node: ("inventory", self._news(node)) for node in self._alive().difference(gone)}
-        inventories = self._ask(calls, _ASK_S)
-        found = place(
-            inventories,
-            ranks,
-            after=committed,
-            counts=lambda copy: (
-                lineage.voided_by(copy.attempt, copy.step) is None and self._used.get(copy.step, 0) < _USES
-            ),
-        )
-        if found is None:
+        alive = self._alive().difference(gone)
+        first, inventories, problem = self._unsure(alive), dict[str, Inventory](), ""
+
+        def counts(copy: Copy) -> bool:
+            return lineage.voided_by(copy.attempt, copy.step) is None and self._used.get(copy.step, 0) < _USES
+
+        for asked, others in ((first, partial(self._presumed, alive - first)), (alive - first, None)):
+            with self._lock:  # one message tells the links, too
+                calls = {node: ("inventory", self._news(node)) for node in asked}
+            inventories |= self._ask(calls, _ASK_S)
+            found = place(inventories, ranks, after=committed, counts=counts, others=others)
+            if found is None:
+                continue
+            self._link()  # a node that fetches a file of its ranks tells its buddy
+            step, manifest = found.copy.step, found.copy.manifest
+            if not (problems := self._fetched(found, ranks[0])):
+                self._used[step] = self._used.get(step, 0) + 1
+                return {"step": step, "manifest": manifest}
+            problem = f"the run does not resume from the copy in memory of step {step}: {problems[0]}"
+        if problem:
+            self._note(problem)
+        return {}
+
+    def _unsure(self, alive: set[str]) -> set[str]:
+        """Those of the living nodes that have to say what they have: new ones, those whose memory store was killed, those that may
+        have the manifest, and the buddies of lost ones.
+        """
+        if self._before is None:
+            return alive
+        self._restarted()
+        with self._lock:
+            killed, self._killed = self._killed, set()
+        ring = sorted(set(self._before.ranks.values()))
+        buddies = dict(zip(ring, [*ring[1:], *ring[:1]], strict=True))
+        unsure = killed.union(alive.difference(ring), {self._before.ranks[0]})
+        return alive & unsure.union(buddies[node] for node in ring if node in unsure or node not in alive)
+
+    def _presumed(self, unasked: Collection[str], copy: Copy) -> Mapping[str, Inventory]:
+        """What nodes that were not asked have of a copy: what their ranks of the last attempt saved in it, or resumed from."""
+        before = self._before
+        if before is None or len(before.ranks) != copy.world_size:
             return {}
-        step, manifest = found.copy.step, found.copy.manifest
-        if problems := self._fetched(found, ranks[0]):
-            self._note(f"the run does not resume from the copy in memory of step {step}: {problems[0]}")
-            return {}
-        self._used[step] = self._used.get(step, 0) + 1
-        return {"step": step, "manifest": manifest}
+        again = (copy.step, copy.manifest) == before.resumed
+        ranks = {rank: node for rank, node in before.ranks.items() if node in unasked}
+        return presumed(copy, ranks, peers=again) if again or copy.attempt == before.attempt else {}
 
     def _fetched(self, found: Placement, first: str) -> list[str]:
         """A line for each file that a node could not fetch. `first`: the node of rank 0."""
         if self._private:
             return []  # all files are on this host
-        import ray
-
-        # Once for all nodes: with a replicated state it names the shards of all ranks, and the memory stores of all nodes.
-        common = ray.put((found.common, self._sources(found.common)))
         calls = {}
         for node, own in {first: (), **found.fetches}.items():
             wanted = [*own, Fetch(found.copy.manifest, 0, found.manifest_from)] if node == first else own
-            calls[node] = ("fetch", (found.copy.step, wanted, self._sources(wanted), common))
+            calls[node] = ("fetch", (found.copy.step, wanted, self._sources(wanted)))
         answers = self._ask(calls, _FETCH_S)
         problems = [p for problems in answers.values() for p in problems]
         return problems + [f"node {node} does not answer" for node in calls if node not in answers]

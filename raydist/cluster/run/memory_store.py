@@ -123,21 +123,14 @@ class MemoryStore:
         """Soon copies a file of `source`, another MemoryStore. `kept`: the newest step that is complete there."""
         self._wanted.put((source, step, name, kept))
 
-    def fetch(
-        self,
-        step: int,
-        files: Sequence[Fetch],
-        sources: Mapping[str, Any],
-        common: tuple[Sequence[Fetch], Mapping[str, Any]] = ((), {}),
-    ) -> list[str]:
+    def fetch(self, step: int, files: Sequence[Fetch], sources: Mapping[str, Any]) -> list[str]:
         """Fetches these files into its own folder, checks their hashes, and returns a line for each error. `sources`: node -> its
-        MemoryStore. `common`: files that all nodes fetch, and their sources.
+        MemoryStore.
 
         The buddy copies the files of this node's ranks, so that they are on two nodes again.
         """
         problems = []
-        sources = {**common[1], **sources}
-        for file in (*common[0], *files):
+        for file in files:
             path = self._folder / step_folder(step) / file.name
             if path.exists():
                 continue

@@ -107,7 +107,9 @@ class RestartLoop:
                     self._monitor.begin_attempt(number, workers, run.newest_step())
                     places = group.places(workers, self._elasticity.look)
                     snapshot = (
-                        memory_checkpoints.job(places, self._elasticity.gone) if memory_checkpoints and places else None
+                        memory_checkpoints.job(number, places, self._elasticity.gone)
+                        if memory_checkpoints and places
+                        else None
                     )
                     if node_monitors and places:
                         node_monitors.watch(places.values())

@@ -15,6 +15,7 @@
     numbers.py            which fields of a spec change the numbers, and which of them may change in a resumed run
     memory_manager.py     copies in the nodes' memory: when one is taken, and which one a restart continues from
     memory_saver.py       this rank's part of such a copy, in shared memory
+    memory_sharing.py     the files of such a copy that all ranks read, sent to the nodes that lack them
     snapshot_interval.py  how often such copies are taken
     export.py             weights for other programs
 

@@ -28,6 +28,7 @@ from raydist.errors import CheckpointError, UserError
 from raydist.records import Event
 from raydist.run.directory import RunDir, manifest_attempt
 from raydist.worker.checkpoint.memory_saver import MemorySaver
+from raydist.worker.checkpoint.memory_sharing import held, spread
 from raydist.worker.checkpoint.save_in_flight import SaveResult
 from raydist.worker.checkpoint.snapshot_interval import SnapshotInterval
 from raydist.worker.comm.json_gather import broadcast_json, gather_json
@@ -39,7 +40,7 @@ SEND_S = 30.0
 @dataclass(frozen=True, slots=True)
 class MemoryStoreJob:
     """Sent by the driver to all ranks. `folder`: the same path on every node. `step`, `manifest`: of the snapshot to continue from;
-    all files that this node's ranks need are in its folder. None: there is none.
+    the files that only ranks of this node need are in its folder; each that all ranks need is on some node. None: there is none.
     """
 
     folder: str
@@ -189,7 +190,8 @@ def choose(
     group: dist.ProcessGroup | None,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> Manifest | None:
-    """The snapshot that the driver names, if all files that the ranks need are on their nodes and have their hashes; else None.
+    """The snapshot that the driver names, if all files that the ranks need have their hashes; else None. Those that all ranks read
+    are first sent to the nodes that lack them.
 
     A collective. The event checkpoint_rejected gives the reason; the attempt then continues from storage.
     """
@@ -209,10 +211,10 @@ def choose(
     problems: list[str] = [sent["problem"]]
     if found is not None:
         shared, own = needs(found, rank, world_size)
-        places = gather_json(_node(), group)
-        here = [r for r, place in enumerate(places) if place == places[rank]]
-        mine_bad = []
-        for name in sorted({*sorted(shared)[here.index(rank) :: len(here)], *own}):
+        every = gather_json([_node(), held(Path(job.folder), found, names := sorted(shared))], group)
+        here = [r for r, (node, _) in enumerate(every) if node == every[rank][0]]
+        mine_bad = spread(Path(job.folder), found, names, every, rank, group)
+        for name in sorted({*names[here.index(rank) :: len(here)], *own}):
             problem = manifest.check_file(run, job.step, name, found.files[name])
             mine_bad += [problem] if problem else []
         # The ranks of a node share the work on its shared files; each must know of every problem.
