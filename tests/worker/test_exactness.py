@@ -186,12 +186,25 @@ def assert_same(one: Run, other: Run, last: int = STEPS) -> None:
     assert held_out[0][0] == last
 
 
+@pytest.fixture(scope="module")
+def on_two(ranks: Any, dataset: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """on_two(strategy): STEPS undisturbed steps on two ranks."""
+
+    @functools.cache
+    def trained(strategy: str) -> Run:
+        run = Run(ranks, dataset, tmp_path_factory.mktemp("undisturbed"), strategy)
+        assert run.train() == "finished"
+        return run
+
+    return trained
+
+
 @pytest.mark.parametrize("strategy", registry.names("parallel"))
-def test_killed_ranks_leave_no_trace(ranks: Any, dataset: str, tmp_path: Path, strategy: str) -> None:
+def test_killed_ranks_leave_no_trace(
+    ranks: Any, dataset: str, tmp_path: Path, on_two: Callable[[str], Run], strategy: str
+) -> None:
     """SIGKILL of rank 1 in step 4, between the gradients and the update, and of rank 0 while it saves step 6: the run resumes
     from step 3 both times, and ends with the bits of an undisturbed one."""
-    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy)
-    assert undisturbed.train() == "finished"
     killed = Run(ranks, dataset, tmp_path / "killed", strategy)
     killed.die([Kill(rank=1, step=4, phase="update").model_dump(mode="json")], guilty=1)
     # In this process rank 0 first syncs a note about the checkpoint it resumes from, then its shard of step 6.
@@ -199,15 +212,15 @@ def test_killed_ranks_leave_no_trace(ranks: Any, dataset: str, tmp_path: Path, s
     assert killed.dir.committed() == [3]
     assert killed.train() == "finished"
     assert [e["step"] for e in killed.told("resumed")] == [3, 3]
-    assert_same(killed, undisturbed)
+    assert_same(killed, on_two(strategy))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_paused_and_resumed_as_if_never_paused(ranks: Any, dataset: str, tmp_path: Path, strategy: str) -> None:
+def test_paused_and_resumed_as_if_never_paused(
+    ranks: Any, dataset: str, tmp_path: Path, on_two: Callable[[str], Run], strategy: str
+) -> None:
     """Paused at step 5, which saves a checkpoint, and at step 9. A byte of that newest checkpoint is flipped: the run resumes
     from step 6, reports it, and ends with the same bits."""
-    undisturbed = Run(ranks, dataset, tmp_path / "undisturbed", strategy)
-    undisturbed.train()
     paused = Run(ranks, dataset, tmp_path / "paused", strategy)
     assert [paused.train(until=5), paused.train(until=9)] == ["paused", "paused"]
     assert paused.dir.committed() == [3, 5, 6, 9]
@@ -219,7 +232,7 @@ def test_paused_and_resumed_as_if_never_paused(ranks: Any, dataset: str, tmp_pat
     (rejected,) = paused.told("checkpoint_rejected")
     assert (rejected["step"], os.path.basename(rejected["file"])) == (9, shard.name)
     assert [e["step"] for e in paused.told("resumed")] == [5, 6]
-    assert_same(paused, undisturbed)
+    assert_same(paused, on_two(strategy))
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("ddp", 1), ("zero3", 3)])
@@ -369,11 +382,10 @@ def test_each_rank_of_a_mesh_may_be_killed(
     assert [*shown[1]] == [4, 8, 12]
 
 
-def test_from_mesh_to_mesh(ranks: Any, dataset: str, tmp_path: Path) -> None:
+def test_from_mesh_to_mesh(ranks: Any, dataset: str, tmp_path: Path, on_two: Callable[[str], Run]) -> None:
     """dp 2, pipeline 2, tensor 2, context 2, dp 2 x pipeline 2, dp 2 x tensor 2, tensor 2 x pipeline 2, then one process: samples,
     losses and dropout masks of an uninterrupted run on dp 2; losses within 1e-4 relative."""
-    two = Run(ranks, dataset, tmp_path / "two", "zero1")
-    two.train()
+    two = on_two("zero1")
     other = Run(ranks, dataset, tmp_path / "other", "zero1")
     statuses = []
     meshes: list[tuple[int, int, dict[str, int]]] = [

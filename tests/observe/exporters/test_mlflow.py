@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 
 from raydist.errors import UserError
 from raydist.observe.exporters import Facts
@@ -15,6 +14,13 @@ from raydist.run.directory import RunDir
 
 Rows = Callable[..., list[dict[str, Any]]]
 SPEC = {"model": {"name": "gpt", "layers": 4, "hidden": None}, "train": {"steps": 20}, "name": "x" * 7000}
+
+
+def client_of(uri: str) -> Any:
+    """Imported here: each process of the tests collects this file, and one runs it."""
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
 
 
 def made(run: RunDir, uri: str, notes: list[str] | None = None, **options: Any) -> Exporter:
@@ -32,7 +38,7 @@ def test_a_run_and_its_resumption_are_one(run: RunDir, rows: Rows, mlflow_server
     first.event({"kind": "failure", "at": 3.0, "cause": "WorkerDied: process 7"})
     first.event({"kind": "ended", "at": 4.0, "status": "stopped"})
     first.close()
-    client = MlflowClient(mlflow_server)
+    client = client_of(mlflow_server)
     experiment = client.get_experiment_by_name("ours")
     (found,) = client.search_runs([experiment.experiment_id])
     assert (found.info.run_name, found.info.status) == (run.name, "FAILED")
@@ -60,7 +66,7 @@ def test_one_that_was_deleted_there_begins_anew(run: RunDir, rows: Rows, mlflow_
     """A run that was deleted in MLflow gets no more data: one new run is created."""
     first = made(run, mlflow_server, experiment="trash")
     first.close()
-    client = MlflowClient(mlflow_server)
+    client = client_of(mlflow_server)
     experiment = client.get_experiment_by_name("trash").experiment_id
     client.delete_run(client.search_runs([experiment])[0].info.run_id)
     for _ in range(2):
@@ -75,7 +81,7 @@ def test_a_server_that_is_away_keeps_what_it_was_to_get(run: RunDir, rows: Rows,
     """A flush that the server refuses raises and keeps the data; the next flush sends it, once."""
     out = made(run, mlflow_server, experiment="away")
     there = out._client
-    out._client = MlflowClient("http://127.0.0.1:9")  # no server listens there
+    out._client = client_of("http://127.0.0.1:9")  # no server listens there
     out.attempt(1, 0, 1.0)
     out.steps(rows(range(1, 4)), 1.0)
     with pytest.raises(Exception, match="refused|127.0.0.1"):

@@ -6,16 +6,17 @@ import json
 import struct
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import wandb
-from wandb.proto.wandb_internal_pb2 import Record
 
 from raydist.errors import UserError
 from raydist.observe.exporters import Facts
 from raydist.observe.exporters.wandb import Exporter
 from raydist.run.directory import RunDir
+
+if TYPE_CHECKING:  # each process of the tests collects this file, and one runs it
+    from wandb.proto.wandb_internal_pb2 import Record
 
 Rows = Callable[..., list[dict[str, Any]]]
 SPEC = {"model": {"name": "gpt", "layers": 4, "hidden": None}, "train": {"steps": 20}}
@@ -27,6 +28,8 @@ middle, 4 last."""
 @pytest.fixture(autouse=True, scope="module")
 def _core() -> Iterator[None]:
     """The process that wandb starts ends with these tests."""
+    import wandb
+
     yield
     wandb.teardown()
 
@@ -37,6 +40,8 @@ def made(run: RunDir, notes: list[str] | None = None, **options: Any) -> Exporte
 
 
 def records(data: bytes) -> Iterator[Record]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
     at, whole = _MAGIC, b""
     while at + _HEAD.size <= len(data):
         left = _BLOCK - at % _BLOCK

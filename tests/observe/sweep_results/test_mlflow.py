@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlflow import MlflowClient
-
 from raydist.observe.exporters import Facts as RunFacts
 from raydist.observe.exporters import resolve
 from raydist.observe.exporters.mlflow import Exporter
@@ -15,6 +13,13 @@ from raydist.observe.sweep_results.mlflow import Rows
 from raydist.run.sweep_directory import SweepDir
 
 Make = Callable[..., Row]
+
+
+def client_of(uri: str) -> Any:
+    """Imported here: each process of the tests collects this file, and one runs it."""
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
 
 
 def exporters(uri: str, **options: Any) -> list[dict[str, Any]]:
@@ -31,7 +36,7 @@ def opened(folder: SweepDir, uri: str, **options: Any) -> Rows:
 
 def runs(uri: str, experiment: str) -> dict[str, Any]:
     """The MLflow runs of an experiment, by name."""
-    client = MlflowClient(uri)
+    client = client_of(uri)
     found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
     assert len(found) == len({run.info.run_name for run in found})
     return {run.info.run_name: run for run in found}
@@ -85,7 +90,7 @@ def test_the_next_driver_doubles_nothing(folder: SweepDir, row: Make, mlflow_ser
     rows = opened(folder, mlflow_server, experiment="next")
     assert not rows.has("a")
     rows.write(row("a"))
-    client = MlflowClient(mlflow_server)
+    client = client_of(mlflow_server)
     half = client.create_run(
         client.get_experiment_by_name("next").experiment_id, 1, {"raydist.run": folder.run("b").uri}, "b"
     )

@@ -127,16 +127,15 @@ def test_with_rows_of_its_own_a_rank_is_mended_too(ranks: Any, dataset: str, tmp
     fine = [type(None)] * 3
     calm, drifts, errors = told("calm", 3)
     assert (len(calm), drifts, errors) == (8, [], fine)
-    own, others = (FlipBit(rank=rank, step=5, phase="backward") for rank in (0, 2))
-    assert told("own", 3, own) == (calm, [(5, "repair", [0], [1, 2])], fine)
-    assert told("others", 3, others) == (calm, [(5, "repair", [2], [0, 1])], fine)
-    assert told("undone", 3, FlipBit(rank=2, step=5)) == (calm, [], fine)
-    for name in ("own", "others", "undone"):
-        assert weights(tmp_path / name) == weights(tmp_path / "calm")
+    own, others = FlipBit(rank=0, step=3, phase="backward"), FlipBit(rank=2, step=5, phase="backward")
+    undone = FlipBit(rank=2, step=7)
+    mended = [(3, "repair", [0], [1, 2]), (5, "repair", [2], [0, 1])]
+    assert told("mended", 3, own, others, undone) == (calm, mended, fine)
+    assert weights(tmp_path / "mended") == weights(tmp_path / "calm")
     spread, drifts, errors = told("spread", 3, FlipBit(rank=0, step=5))
     assert (spread[:5], drifts, errors) == (calm[:5], [], fine)
     assert spread[5:] != calm[5:]
-    assert told("pair", 2, own)[1:] == ([(5, "rollback", [0, 1], [])], [Rollback] * 2)
+    assert told("pair", 2, own)[1:] == ([(3, "rollback", [0, 1], [])], [Rollback] * 2)
 
 
 def test_the_third_drift_stops_the_run(ranks: Any, dataset: str, tmp_path: Path) -> None:
