@@ -92,7 +92,7 @@ def estimates(strategy: str, spec: JobSpec, machine: Machine, model: Model, meas
             entered = passes[n - 1].passed_on if n else 0
             stays = _stays_gathered(strategy, spec, machine, stage)
             held.append(StageBytes(passes[n], moments, entered, buffers, stays))
-        moment = heaviest_moment(rank, ranks, count, held)
+        moment = heaviest_moment(rank, ranks, count, held, machine.device)
         made = _estimate(strategy, spec, machine, [(model.stages[n].model, passes[n]) for n in own], moment)
         tied = _tied(strategy, spec, machine, model, own)
         ways = [(passes[n].passed_on, n + 1) for n in own] + [(passes[n - 1].passed_on, n - 1) for n in own if n]

@@ -1,7 +1,7 @@
 """The memory of a rank of a pipeline: its actions in their order, each with the measured bytes of its stage.
 
 Runs anywhere. Plain python: no torch, no ray. The actions are those of a run (worker/pipeline_schedule.py), and so is what is kept
-between them (worker/parallel/_pipeline.py): the activations of micro-batches in flight, the buffer of the next transfer, and what
+between them (worker/parallel/_pipeline.py): the activations of micro-batches in flight, the buffers of the next transfers, and what
 was sent, until it is known to have arrived.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raydist.planner.facts import Activations, Moment
-from raydist.worker.pipeline_schedule import Action, actions, most_sends
+from raydist.worker.pipeline_schedule import Action, actions, most_sends, receives_ahead
 
 _IN_FORWARD = ("start", "forward", "loss")
 _IN_BACKWARD = ("loss", "backward", "end")
@@ -32,9 +32,9 @@ class StageBytes:
     stays: int
 
 
-def heaviest_moment(rank: int, ranks: int, micro_batches: int, stages: Sequence[StageBytes]) -> Moment:
+def heaviest_moment(rank: int, ranks: int, micro_batches: int, stages: Sequence[StageBytes], device: str) -> Moment:
     """The moment of a step with the most bytes on `rank`, which has these stages."""
-    chunks = len(stages)
+    chunks, ahead = len(stages), receives_ahead(device)
     most = most_sends(ranks, chunks)
     # By then a rank has as much in flight as it ever has.
     order = actions(rank, ranks, chunks, min(micro_batches, most + ranks))
@@ -49,9 +49,9 @@ def heaviest_moment(rank: int, ranks: int, micro_batches: int, stages: Sequence[
             in_flight[action.chunk] -= 1
             sent.pop(Action("forward", action.chunk, action.index), None)
         buffers = always + sum(sent.values())
-        if at + 1 < len(order):
-            following = stages[order[at + 1].chunk]
-            buffers += following.entered if order[at + 1].kind == "forward" else following.passes.passed_on
+        for following in order[at + 1 : at + 1 + ahead]:
+            to = stages[following.chunk]
+            buffers += to.entered if following.kind == "forward" else to.passes.passed_on
         kept = sum(n * s.passes.saved for n, s in zip(in_flight, stages, strict=True))
         copies = sum(n * s.passes.copied for n, s in zip(in_flight, stages, strict=True))
         others = sum(gathered) - gathered[action.chunk]

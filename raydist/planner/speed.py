@@ -186,7 +186,7 @@ def speed(
         compute = count * sum(forward[n][0] + backward[n][0] for n in own)
         ahead, last = sum(forward[n][0] for n in own), sum(backward[n][0] for n in own)
         sums = [traffic(strategy, spec, machine, stages[n]) for n in own]
-        alone = max(last_share(strategy, spec, stages[n]) for n in own)
+        alone = max(last_share(strategy, spec, machine, stages[n]) for n in own)
         communication, exposed = _exposed(strategy, spec, machine, device, sums, alone, compute, ahead, last)
         group = sum(in_group[n] for n in own)
         offload = 0.0

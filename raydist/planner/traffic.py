@@ -77,9 +77,20 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
     return Traffic(each * gathers * compute, round(each * grads * within), round(across))
 
 
-def last_share(strategy: str, spec: JobSpec, model: Model) -> float:
+def last_share(strategy: str, spec: JobSpec, machine: Machine, model: Model) -> float:
     """Share of a step's sums that is sent after the last backward pass, and of its gathers before the first forward pass: what no
-    computation overlaps. The last bucket of ddp; else the parameters of no block, or where every one is in a block, one block."""
+    computation overlaps. The last bucket of ddp; else the parameters of no block, or where every one is in a block, one block.
+    Experts on several ranks have buckets of their own: the share is of the bytes of both."""
+    plan = plan_of(strategy)
+    shares = []
+    for part, over, over_shard in parts_of(strategy, spec, machine, model):
+        sent = _traffic(plan, spec, machine, part, over, over_shard)
+        shares.append((sent.gathers + sent.sums, _last_share(strategy, spec, part)))
+    whole = sum(sent for sent, _ in shares)
+    return sum(sent * share for sent, share in shares) / whole if whole else 0.0
+
+
+def _last_share(strategy: str, spec: JobSpec, model: Model) -> float:
     whole = model.size(trained=True)
     if not whole:
         return 0.0

@@ -70,6 +70,15 @@ def way(source: int, target: int, ranks: int) -> int:
     return (not forward) + (4 if wraps else 2 * (sender % 2))
 
 
+def receives_ahead(device: str) -> int:
+    """Actions before its use in which a receive starts, on a `cuda` or `cpu` device.
+
+    gloo sends when it has the message that the receive has started, which waits behind the data that the receiver sends to the same
+    rank: it needs the time of one action more.
+    """
+    return 2 if device == "cpu" else 1
+
+
 def most_sends(ranks: int, chunks: int) -> int:
     """Transfers of a rank whose end is not awaited, and whose memory is therefore kept.
 
@@ -97,9 +106,10 @@ def timeline(
 ) -> Timeline:
     """The passes of a step, from the times of a pass of one micro-batch in each stage.
 
-    `transfer`: the time from each stage but the last to the next one, and back; default: none. A transfer delays only the pass
-    that needs it. If all stages take the same time, the bubble of 1F1B is (ranks - 1) / (micro_batches + ranks - 1); interleaved,
-    with a multiple of `ranks` micro-batches, it is (ranks - 1) / (chunks x micro_batches + ranks - 1).
+    `transfer`: the time from each stage but the last to the next one, and back; default: none. A transfer delays the pass that
+    needs it, and the later ones from the same rank to the same rank, which a link carries one after another. If all stages take the
+    same time, the bubble of 1F1B is (ranks - 1) / (micro_batches + ranks - 1); interleaved, with a multiple of `ranks`
+    micro-batches, it is (ranks - 1) / (chunks x micro_batches + ranks - 1).
     """
     if micro_batches > 3 * _MANY * ranks:
         # In the middle of a step each further group of micro-batches, one for each rank, takes the same time: that of the rank
@@ -116,22 +126,25 @@ def timeline(
     times = {"forward": forward, "backward": backward}
     left = [actions(rank, ranks, stages // ranks, micro_batches)[::-1] for rank in range(ranks)]
     clocks, busy = [0.0] * ranks, [0.0] * ranks
-    ended: dict[tuple[str, int, int], float] = {}
+    arrived: dict[tuple[str, int, int], float] = {}
+    free: dict[tuple[int, int], float] = {}
     while any(left):
         for rank in range(ranks):
             while left[rank]:
                 action = left[rank][-1]
                 stage = action.chunk * ranks + rank
-                source = stage - 1 if action.kind == "forward" else stage + 1
-                ready = 0.0
+                source, target = (stage - 1, stage + 1) if action.kind == "forward" else (stage + 1, stage - 1)
                 if 0 <= source < stages:
-                    before = ended.get((action.kind, source, action.index))
-                    if before is None:
+                    if (action.kind, stage, action.index) not in arrived:
                         break
-                    ready = before + way[min(stage, source)]
+                    clocks[rank] = max(clocks[rank], arrived.pop((action.kind, stage, action.index)))
                 took = times[action.kind][stage]
-                clocks[rank] = ended[action.kind, stage, action.index] = max(clocks[rank], ready) + took
+                clocks[rank] += took
                 busy[rank] += took
+                if 0 <= target < stages:
+                    link = rank, target % ranks
+                    free[link] = max(clocks[rank], free.get(link, 0.0)) + way[min(stage, target)]
+                    arrived[action.kind, target, action.index] = free[link]
                 left[rank].pop()
     return Timeline((*clocks,), (*busy,))
 

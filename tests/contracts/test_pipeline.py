@@ -12,8 +12,10 @@ import json
 import threading
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from raydist.worker.evaluation import evaluate
 from raydist.worker.metrics.collective_counters import CollectiveCounters
 from raydist.worker.parallel._model_graph import blocks_of
 from raydist.worker.parallel._pipeline import Pipeline
+from raydist.worker.parallel._pipeline_passes import Passes
 from raydist.worker.parallel._stages import cut_model
 from raydist.worker.pipeline_schedule import Action, actions, cut, schedule, timeline, way
 from raydist.worker.step import StepReport
@@ -253,6 +256,22 @@ def test_every_schedule_ends(ranks_of: int, chunks: int) -> None:
         assert not any(left), f"{n} micro-batches: no rank can go on"
 
 
+def test_receives_start_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On gloo two actions before their use, so that the message that a receive has started arrives before the sender needs it."""
+    order, started, after = actions(0, 2, 2, 4), set[Action](), list[int]()
+
+    def passes(_: Passes, action: Action) -> None:
+        after.append(len(started & {*order[order.index(action) + 1 :]}))
+
+    monkeypatch.setattr(Passes, "_receive", lambda _, action: started.add(action))
+    for kind in ("_forward", "_backward"):
+        monkeypatch.setattr(Passes, kind, passes)
+    work: Any = SimpleNamespace(around=lambda index: nullcontext())
+    none: Any = None
+    Passes([], none, None, torch.device("cpu"), 1, order, [none] * 4, work)()
+    assert after == [2] * (len(order) - 2) + [1, 0]
+
+
 Transfer = tuple[int, int, int]
 """The stage that sends, the one that receives, the micro-batch."""
 
@@ -323,6 +342,16 @@ def test_the_bubble_of_a_schedule() -> None:
     assert uneven.bubble == pytest.approx(1 - 60 / 84)
     late = timeline([1.0, 1.0], [1.0, 1.0], 2, 10, transfer=[0.5])
     assert max(late.ends) > max(timeline([1.0, 1.0], [1.0, 1.0], 2, 10).ends)
+
+
+def test_a_link_carries_one_transfer_after_another() -> None:
+    """On a slow link a step takes as long as all transfers of one direction: of four stages on two ranks three for each
+    micro-batch, of two stages one."""
+    slow = timeline([1.0] * 4, [1.0] * 4, 2, 8, transfer=[100.0] * 3)
+    assert 3 * 8 * 100 <= max(slow.ends) < 3 * 8 * 100 + 6 * 100
+    # Both directions at once: forward of the next micro-batches beside backward of the first ones.
+    both = timeline([1.0] * 2, [1.0] * 2, 2, 8, transfer=[100.0])
+    assert 8 * 100 < max(both.ends) < 11 * 100
 
 
 def test_what_a_run_says_of_its_schedule() -> None:

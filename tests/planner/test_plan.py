@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -224,7 +225,16 @@ def test_what_is_sent_after_the_last_pass(strategy: str, asked: float | None, sh
     """ddp's last bucket, or the parameters of no block."""
     mib = 2**18  # values
     model = Model((Param("head", (1, mib), True, ROOT), *(Param(f"{n}", (4, mib), True, n) for n in range(15))), 0)
-    assert last_share(strategy, job(parallel={"bucket_mb": asked}), model) == pytest.approx(share)
+    machine = Machine(2, 2, "cpu")
+    assert last_share(strategy, job(parallel={"bucket_mb": asked}), machine, model) == pytest.approx(share)
+
+
+def test_experts_have_buckets_of_their_own() -> None:
+    """Of 2 ranks with different experts, ddp sums the other parameters alone: 9 MiB, in buckets of 1 and 8."""
+    mib = 2**18
+    params = (Param("dense", (9, mib), True, 0), Param("experts", (40, mib), True, 0, replicas=Fraction(1, 2)))
+    spec = job(model={"name": "mixtral"}, parallel={"expert": 2}, cluster={"workers": 2})
+    assert last_share("ddp", spec, Machine(2, 2, "cpu"), Model(params, 0)) == pytest.approx(8 / 9)
 
 
 @pytest.mark.parametrize(("strategy", "share"), [("ddp", 1.0), ("zero1", 0.5), ("zero2", 0.5)])
@@ -518,10 +528,13 @@ def test_a_pipeline_by_hand() -> None:
     """Two ranks, four micro-batches: the first has two in flight, one of them at work, and what it has sent and receives next."""
     stage = StageBytes(Activations(70, (), copied=5, passed_on=30), [Moment("backward", 1, 2, 300, 0)], 0, 1000, 0)
     # The other micro-batch's 70 and 5; its output, sent, until its backward pass; before the last one, the next gradient.
-    assert heaviest_moment(0, 2, 4, [stage]) == Moment("backward", 6, 2 + 1000 + 30 + 30, 370, 0)
+    assert heaviest_moment(0, 2, 4, [stage], "cuda") == Moment("backward", 6, 2 + 1000 + 30 + 30, 370, 0)
     last = StageBytes(Activations(70, (), copied=5), [Moment("loss", 1, 2, 300, 9)], 30, 1000, 0)
     # It has one in flight; of three gradients none is known to have arrived, and the next input comes.
-    assert heaviest_moment(1, 2, 4, [last]) == Moment("loss", 1, 2 + 1000 + 3 * 30, 300, 9)
+    assert heaviest_moment(1, 2, 4, [last], "cuda") == Moment("loss", 1, 2 + 1000 + 3 * 30, 300, 9)
+    # Of a rank with two stages, on gloo two receives have started instead of one.
+    of_cuda, of_cpu = (heaviest_moment(0, 2, 6, [stage, last], device) for device in ("cuda", "cpu"))
+    assert of_cpu == replace(of_cuda, in_flight=of_cuda.in_flight + 30)
 
 
 def test_the_gradients_of_the_rank_with_the_most() -> None:

@@ -1,7 +1,7 @@
 """The passes of micro-batches through the stages of one rank, and the transfers between stages.
 
-Runs in: each train worker. Torch, never ray. The order of the passes is in worker/pipeline_schedule.py. A receive starts one action
-before its use, so it overlaps with a computation; no action waits for a send.
+Runs in: each train worker. Torch, never ray. The order of the passes is in worker/pipeline_schedule.py. A receive starts one or
+two actions before its use, so it overlaps with a computation; no action waits for a send.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raydist.data.batches import MicroBatch
 from raydist.worker.distributed import Rank
 from raydist.worker.parallel import ParallelStrategy, Work
 from raydist.worker.parts import Parts
-from raydist.worker.pipeline_schedule import Action, neighbours, way
+from raydist.worker.pipeline_schedule import Action, neighbours, receives_ahead, way
 
 Entry = tuple[tuple[int, ...], torch.dtype]
 """What passes between two stages: its shape without the micro-batch's size, and its dtype."""
@@ -142,14 +142,14 @@ class Passes:
     def __call__(self) -> None:
         last_of = {action.index: at for at, action in enumerate(self.order)}
         contexts: dict[int, ExitStack] = {}
+        ahead = receives_ahead(self.device.type)
         with ExitStack() as every:
             for at, action in enumerate(self.order):
                 if action.index not in contexts:
                     contexts[action.index] = every.enter_context(ExitStack())
                     contexts[action.index].enter_context(self.work.around(action.index))
-                self._receive(action)
-                if at + 1 < len(self.order):
-                    self._receive(self.order[at + 1])
+                for following in self.order[at : at + 1 + ahead]:
+                    self._receive(following)
                 if action.kind == "forward":
                     self._forward(action)
                 else:
