@@ -48,8 +48,8 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
     if ranks == 1:
         return Traffic(0, 0, 0)
     count = spec.batches(machine.ranks)[1]
-    copies = "parameters" in plan.sharded and shard < ranks
-    compute, reduce = BYTES[spec.precision.params], sent_bytes(spec, model.shapes(shard if copies else 1))
+    copies = ranks // shard if "parameters" in plan.sharded else 1
+    compute, reduce = BYTES[spec.precision.params], sent_bytes(spec, model.shapes(shard if copies > 1 else 1))
     every = spec.comm.every
     if every is not None:
         reduce = outer_bytes(spec) / every
@@ -69,7 +69,6 @@ def _traffic(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, 
             gathers = once + 2 * sum(blocks)
         case _:
             gathers = once + 2 * sum(blocks[:-1]) + sum(blocks[-1:])
-    copies = ranks // shard
     across = 2 * (copies - 1) / copies * grads * reduce
     each = (shard - 1) * count
     # Of several copies only what goes between them is compressed.
