@@ -12,14 +12,14 @@ one node is cut off; 5% of the ranks die together; the head's processes (coordin
 nodes are cut off. That is a head that hangs, not one that is started again: after the loss of its head a cluster of Ray is another
 one, the run ends, and the same command continues it (tests/end_to_end/test_nodes.py).
 
-"ordered": seconds until the last agent had the order to train of the next attempt: for a death from the death, for a node that was
-cut off from when the coordinator noticed it, `--lost` seconds after its last beat. "over": the same until the driver had the result
-of the attempt; "placed": until the nodes of single ranks had fetched what they need of the copy in memory (what all ranks read they
-send each other after the order, which is not in these seconds); "first order". Processor time is
-that of the process in these seconds. All share this machine's cores: on a cluster the simulated agents would not, so
-"control_cpu_s" has what the driver, the coordinator and the monitor need together. "messages": to the coordinator, beats included,
-over control connections or, as "messages by Ray", through Ray; the other counts are of the calls in them (of `next` and `ended` one
-a rank), and of the driver's calls of memory stores. `--ray-only`: no control connections.
+"ordered": seconds until the last agent had the order to train of the next attempt: for a death from the death, for a node that
+was cut off from when the coordinator noticed it, `--lost` seconds after its last beat. "over": the same until the driver had
+the result of the attempt; "placed": until nodes had fetched what single ranks read of the copy in memory (what all ranks read
+they send each other after the order, which is not in these seconds); "first order". Processor time is that of the process in
+these seconds. All share this machine's cores: on a cluster the simulated agents would not, so "control_cpu_s" has what the
+driver, the coordinator and the monitor need together. "messages": to the coordinator, beats included, over control connections
+or, as "messages by Ray", through Ray; the other counts are of the calls in them (of `next` and `ended` one a rank), and of the
+driver's calls of memory stores. `--ray-only`: no control connections.
 
 Prints a table over the sizes and draws it (docs/images/scale.svg). A size that fails is in the result with what failed: what breaks
 first beyond the largest one that holds.
