@@ -13,10 +13,10 @@ warm-up step, then two measured ones. raydist's is raydist.worker.step.TrainStep
 tensor: sequence parallel layers, a loss over a split vocabulary, and clipping; torch's is parallelize_module with the styles of its
 tutorial, loss_parallel and clip_grad_norm_.
 pipeline: eight micro-batches in two stages (1F1B) or four (interleaved), cut alike; torch's is torch.distributed.pipelining, whose
-last stage computes cross_entropy of all logits. raydist also sums the gradient norm over the ranks, and torch's variant does not.
+last stage computes cross_entropy of all logits. Both sum the gradient norm over the ranks.
 expert: 8 experts a layer, of which a token takes 2, on two replicas that share them; torch's is a layer by hand with
-all_to_all_single_autograd and grouped_mm, in DistributedDataParallel, which leaves the experts out. raydist also sums the gradient
-norm and the loads of the experts, and torch's variant does neither.
+all_to_all_single_autograd and grouped_mm, in DistributedDataParallel, which leaves the experts out. Both sum the gradient norm over
+the ranks; raydist also sums the loads of the experts, and torch's variant does not.
 bubble: two micro-batches of four sequences in two stages, four and eight, raydist's alone: the speed of interleaved schedules over
 1F1B, where ranks wait a third of the step, and over what the formula of the bubble gives. The vocabulary is small, so that stages
 are nearly equal.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -202,6 +202,15 @@ def by_hand(layer: MixtureOfExperts, x_BTD: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, order // chosen, back * weights.flatten()[order, None]).view_as(x_BTD)
 
 
+def summed_norm(own: Sequence[Tensor], same: Sequence[Tensor] = ()) -> float:
+    """Of gradients of which each rank has its `own`, and all have the `same`."""
+    square = torch.nn.utils.get_total_norm(own).square()
+    dist.all_reduce(square)
+    if same:
+        square += torch.nn.utils.get_total_norm(same).square()
+    return float(square.sqrt())
+
+
 class TorchExperts:
     """DistributedDataParallel of all but the experts, and `by_hand`."""
 
@@ -217,6 +226,7 @@ class TorchExperts:
                 names.append(f"{name}.experts.{key}")
             layer.forward = partial(by_hand, layer)
         self.experts = [p for name, p in model.named_parameters() if name in names]
+        self.shared = [p for name, p in model.named_parameters() if name not in names]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
@@ -226,6 +236,7 @@ class TorchExperts:
         loss = self.model(self.x, targets=self.y) / self.y.numel()
         loss.backward()
         torch._foreach_mul_([p.grad for p in self.experts], 1 / WORLD)
+        summed_norm([p.grad for p in self.experts], [p.grad for p in self.shared])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         mean = loss.detach() / WORLD
@@ -304,6 +315,7 @@ class TorchPipeline:
         losses: list[Tensor] = []
         inputs = (self.x,) if self.first else ()
         self.schedule.step(*inputs, target=self.y if self.last else None, losses=losses if self.last else None)
+        summed_norm([p.grad for p in self.parameters])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         summed = torch.stack(losses).sum() if self.last else torch.zeros(())

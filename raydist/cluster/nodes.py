@@ -174,13 +174,20 @@ def _of_head() -> Mapping[Any, Any]:
 
 
 def unreachable(ids: Iterable[str] | None = None) -> set[str]:
-    """The nodes of `ids` (None: of all that Ray lists as alive) whose raylet accepts no connection within 1 s.
+    """The nodes of `ids` whose raylet accepts no connection within 1 s. None: of all that Ray lists as alive, asked twice, since a
+    packet is lost, and a process that opens a thousand connections is late.
 
     Ray itself detects a dead node only much later.
     """
     addresses = {n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in listed() if n["Alive"]}
-    asked = {*(addresses if ids is None else ids)}
-    return asked - asyncio.run(listening({node: addresses[node] for node in asked & addresses.keys()}))
+    if ids is None:
+        return unreachable(_silent(addresses))
+    asked = {*ids}
+    return asked - addresses.keys() | _silent({node: addresses[node] for node in asked & addresses.keys()})
+
+
+def _silent(addresses: Mapping[str, tuple[str, int]]) -> set[str]:
+    return addresses.keys() - asyncio.run(listening(addresses))
 
 
 async def listening(addresses: Mapping[str, tuple[str, int]]) -> set[str]:

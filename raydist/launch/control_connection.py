@@ -17,7 +17,7 @@ The coordinator needs about 0.6 ms of processor time for a call of Ray, and half
 
 Both sides sign the random numbers of both with a secret that the coordinator sends through Ray: a process that has not got it is
 refused, and so is one that has taken the coordinator's port. What follows is neither signed nor encrypted, like Ray's own messages.
-Frames are JSON after their length in 4 bytes. Before a relay has signed, the coordinator reads one frame of `_HELLO` bytes.
+Frames are MessagePack after their length in 4 bytes. Before a relay has signed, the coordinator reads one frame of `_HELLO` bytes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ import asyncio
 import contextlib
 import hmac
 import itertools
-import json
 import random
 import resource
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+import msgpack
 
 from raydist.launch.rendezvous import new_secret
 
@@ -58,7 +59,8 @@ class ConnectionLost(Exception):
 
 
 def _frame(value: Any) -> bytes:
-    data = json.dumps(value).encode()
+    """Raises TypeError, ValueError and OverflowError."""
+    data = msgpack.packb(value, unicode_errors="surrogatepass")
     return len(data).to_bytes(4, "big") + data
 
 
@@ -67,7 +69,8 @@ async def _read(reader: asyncio.StreamReader, longest: int = _LONGEST) -> Any:
     size = int.from_bytes(await reader.readexactly(4), "big")
     if size > longest:
         raise ValueError(f"a frame of {size} bytes")
-    return json.loads(await reader.readexactly(size))
+    data = await reader.readexactly(size)
+    return msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogatepass")
 
 
 def _sign(secret: str, side: str, asked: str, name: str) -> str:
@@ -202,7 +205,10 @@ class _Connection:
         if self._closed:
             raise ConnectionLost
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        frame = _frame([number, calls])
+        try:
+            frame = _frame([number, calls])
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConnectionLost from error
         if len(frame) > _LONGEST:
             raise ConnectionLost
         self._pending[number] = answer
@@ -235,7 +241,7 @@ class _Connection:
                 if answers is None:
                     answer.set_exception(ConnectionLost())
                 else:
-                    answer.set_result({int(place): each for place, each in answers.items()})
+                    answer.set_result(dict(answers))
         except (OSError, EOFError, ValueError, TypeError, AttributeError, RecursionError):
             pass
         finally:

@@ -143,6 +143,7 @@ def test_a_lost_agents_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             made, _ = await ready(size=3)
             await made.begin(1, {}, 2)
             result = asyncio.create_task(made.result(1))
+            on = asyncio.create_task(made.silent(1, set()))
             killed = asyncio.create_task(made.next(1, 1, 2, offer(1)))
             if silent:
                 while not killed.done():
@@ -151,6 +152,7 @@ def test_a_lost_agents_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             else:
                 await made.agent_died(1, 0, {"type_name": "WorkerDied", "message": "gone", "kind": "worker_died"})
             assert (await killed)["do"] == "kill"
+            assert (await on, result.done()) == ({"node0"}, False)
             await made.ended(1, 1, 1, DIED)
             reports = await result
             lost = rank_error(0, reports[0])
@@ -163,6 +165,35 @@ def test_a_lost_agents_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             again = [asyncio.create_task(made.next(1, number, 3, offer(number))) for number in (1, 2)]
             await made.begin(2, {}, 2)
             assert [(await task)["env"]["RANK"] for task in again] == ["0", "1"]
+            on = asyncio.create_task(made.silent(2, set()))
+            await made.ended(1, 0, 2, DIED)
+            assert not on.done()
+            await made.ended(1, 1, 2, DIED)
+            assert await on == set()
+
+    run(test())
+
+
+def test_after_a_silence_no_lost_peers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of eight nodes sends no beat: the ranks of the others, which have reported nothing in that time, are killed at once."""
+
+    async def test() -> None:
+        monkeypatch.setattr(coordinator, "BEAT_S", 0.02)
+        monkeypatch.setattr(coordinator, "LOST_S", 0.1)
+        monkeypatch.setattr(coordinator, "_ECHO_S", 1e6)
+        made, waiting = await ready(size=64)
+        await made.begin(1, {}, 64)
+        await asyncio.gather(*waiting)
+        result = asyncio.create_task(made.result(1))
+        orders = asyncio.create_task(made.many([["next", 1, number, 2, offer(number)] for number in range(8, 64)]))
+        while not orders.done():
+            for number in range(8, 64):
+                await made.beat(1, number)
+            await asyncio.sleep(0.01)
+        assert [order["do"] for order in orders.result().values()] == ["kill"] * 56
+        for rank in range(8, 64):
+            await made.ended(1, rank, 1, DIED)
+        assert {rank for rank, report in (await result).items() if "lost" in report} == {*range(8)}
 
     run(test())
 

@@ -195,9 +195,15 @@ class Nodes:
         self.there: dict[str, Inventory] = {}
         self.calls: list[tuple[str, str]] = []
         self.problem = ""
-        nothing = SimpleNamespace(remote=lambda *given: object())
-        store = SimpleNamespace(link=nothing, closed=nothing)
-        monkeypatch.setattr(memory_checkpoints, "start_actor", lambda folder, node: store)
+        self.linked: list[tuple[str, Any, int]] = []
+
+        def start(folder: str, node: str) -> SimpleNamespace:
+            def link(me: Any, buddy: Any, ranks: Any, world_size: int) -> None:
+                self.linked.append((node, ranks, world_size))
+
+            return SimpleNamespace(link=SimpleNamespace(remote=link), closed=SimpleNamespace(remote=object))
+
+        monkeypatch.setattr(memory_checkpoints, "start_actor", start)
         self.found = MemoryCheckpoints(RunDir(tmp_path), private=True, note=lambda text: None)
         self.found._private = False
         monkeypatch.setattr(self.found, "_alive", lambda: {*self.there})
@@ -251,6 +257,20 @@ def test_the_buddy_of_a_lost_node_is_asked(nodes: Nodes) -> None:
     step, calls = nodes.job(2, "abxde", gone="c")
     assert step == 20
     assert calls == [("inventory", n) for n in "abdx"] + [("fetch", "a"), ("fetch", "x")]
+
+
+def test_new_buddies_are_told_at_once_and_new_numbers_later(nodes: Nodes) -> None:
+    """After a lost node: which node has its files copied by another one than before is told before the order to train, as are those
+    that are asked something; those whose ranks only have other numbers are told after it."""
+    nodes.there["f"] = Inventory()
+    nodes.job(2, "abcdef")
+    nodes.save(30, 2, "abcdef")
+    nodes.linked.clear()
+    step, calls = nodes.job(3, "abcef", gone="d")
+    assert (step, calls) == (30, [*(("inventory", n) for n in "abe"), ("fetch", "a")])
+    assert nodes.linked == [("c", [2], 5)]
+    nodes.found._link()
+    assert nodes.linked == [("c", [2], 5), ("f", [4], 5)]
 
 
 def test_a_node_whose_memory_store_was_killed_is_asked(nodes: Nodes) -> None:

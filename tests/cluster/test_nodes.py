@@ -3,8 +3,11 @@ Ray."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
+from raydist.cluster import nodes
 from raydist.cluster.nodes import Node, assigned, room
 from raydist.cluster.run.recovery import SETTLE_S, Proceed, Stop, Wait, resize
 from raydist.spec.parallel import ParallelSpec
@@ -109,3 +112,23 @@ def test_resize(
         assert "recovery.wait_for_nodes" in found.because
     else:
         assert found == expected
+
+
+def test_all_that_do_not_answer_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One packet that is lost costs no node. After a loss, which is a second sign, they are asked once."""
+    asked: list[set[str]] = []
+
+    async def listening(addresses: Mapping[str, tuple[str, int]]) -> set[str]:
+        asked.append({*addresses})
+        return {"a"} if len(asked) % 2 else {"b"}
+
+    facts = [
+        {"NodeID": n, "Alive": n != "dead", "NodeManagerAddress": n, "NodeManagerPort": 1}
+        for n in ("a", "b", "c", "dead")
+    ]
+    monkeypatch.setattr(nodes, "listed", lambda: facts)
+    monkeypatch.setattr(nodes, "listening", listening)
+    assert nodes.unreachable() == {"c"}
+    assert asked == [{"a", "b", "c"}, {"b", "c"}]
+    assert nodes.unreachable(["b", "dead"]) == {"b", "dead"}
+    assert asked[2:] == [{"b"}]

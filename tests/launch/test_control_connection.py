@@ -243,7 +243,7 @@ def test_who_has_not_got_the_secret_is_refused() -> None:
             lambda asked: frame(["a", None]),
             lambda asked: frame([["a"], "b"]),
             lambda asked: frame(None),
-            lambda asked: b"\0\0\3\0" + b"[" * 768,
+            lambda asked: b"\0\0\3\0" + b"\x91" * 768,
             lambda asked: (64 << 20).to_bytes(4, "big"),
             lambda asked: frame([0, [["beat", 1, 0]]]),
         ]

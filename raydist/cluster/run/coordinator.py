@@ -3,7 +3,7 @@
 Runs in: one zero-CPU actor, owned by the driver and on its node. Called by Group (worker_group.py), by the agents (launch/agent.py)
 and by Ray Train's controller (ray_train_adapter.py). Imports neither torch nor ray.
 
-    driver:     open(group) . begin(attempt, size) . result(attempt) . cancel ......... leave
+    driver:     open(group) . begin(attempt, size) . result(attempt), silent(attempt) . cancel ... leave
     agents:     next ........ train, as rank r ..... ended(report) | late, look, seen | kill .. leave     beat, every `beat_s`
                 (those of one node in one message: many; of many nodes, by control connections)
     controller:                                      agent_died(agent)
@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from raydist.cluster.run.agents import Agent, gone
 from raydist.cluster.run.root_cause import Reports, by_this_clock
 from raydist.diagnosis._hang import RankView, judge
 from raydist.ipc import RENDEZVOUS_SECRET
@@ -47,24 +48,9 @@ LOST_S = 8.0
 LOST_AFTER_A_FAILURE_S = 4.0
 """An agent is lost after this long without a beat; sooner when ranks have lost a connection already. Beats that are further apart
 add twice the difference, as one may be left out (launch/agent.py), or wait in a relay that is stopped (launch/relay.py)."""
-_MANY = 32
-"""Agents of which three quarters are not lost with one node."""
-
-
-@dataclass(slots=True)
-class _Agent:
-    """One agent of the group. `offer`: node (its id), placement_group, local_rank; host and port for the ranks' rendezvous."""
-
-    offer: Mapping[str, Any]
-    beat: float
-    lost: dict[str, Any] | None = None  # why it is no longer in the group: the fields of RankError
-    waiting: list[asyncio.Event] = field(default_factory=list)  # of its calls of `next`
-
-    def wake(self) -> None:
-        """There is a new order, or it is no longer in the group."""
-        for news in self.waiting:
-            news.set()
-        self.waiting.clear()
+_SILENT = "NodeLost"
+_LARGE, _MANY = 1000, 32
+"""Agents from which on garbage is collected less often, and of which three quarters are not lost with one node."""
 
 
 class Coordinator:
@@ -74,7 +60,7 @@ class Coordinator:
         self._control = ControlServer(host, self.many)
         self._waiting: list[asyncio.Future[None]] = []  # the driver's calls; an agent's one waits for its own news
         self._group = self._size = 0
-        self._agents: dict[int, _Agent] = {}
+        self._agents: dict[int, Agent] = {}
         self._order: dict[str, Any] = {"number": 0, "do": "wait"}
         self._train = self._order  # the newest one to train
         self._attempt, self._monitor, self._begun = 0, None, 0.0
@@ -89,6 +75,8 @@ class Coordinator:
         """`group`, of `size` agents, is now the present one; calls of others are ignored. Group numbers ascend."""
         old, self._agents, self._nodes = self._agents, {}, set()
         self._group, self._size = group, size
+        if size >= _LARGE:  # a full collection takes 0.1 s with 10,000 agents, and several came in each failure
+            gc.set_threshold(50_000, 20, 50)
         self._clear({})
         for agent in old.values():
             agent.wake()
@@ -150,15 +138,26 @@ class Coordinator:
             return {rank: report for rank, report in self._reports.kept.items() if "outcome" in report} | hung
         return self._reports.kept
 
+    async def silent(self, attempt: int, known: set[str]) -> set[str]:
+        """The nodes of that attempt whose agents are lost, or may soon be: those that are not `known`. Waits until there is one, or
+        the attempt is over.
+        """
+        await self._until(lambda: attempt != self._attempt or self._over() or not self._silent_on <= known)
+        return self._silent_on - known if attempt == self._attempt else set()
+
     async def cancel(self) -> None:
         """Kills the ranks of the present attempt, and no agent. Does nothing if it is over."""
         if not self._over():
             await self._kill()
 
     async def _echoes(self) -> None:
-        """Waits as long as ranks report the loss of a peer: they need no order to be killed. Few ranks are not worth the time."""
+        """Waits as long as ranks report the loss of a peer: they need no order to be killed. Few ranks are not worth the time.
+
+        While a node was silent, ranks that lose a connection to it have reported that.
+        """
         some = len(self._ranks) // _ECHOES
-        before = -some
+        silent = [n for n in self._ranks if (lost := self._agents[n].lost) and lost["type_name"] == _SILENT]
+        before = len(silent) or -some
         while some and not self._over() and len(self._reports.ended) >= before + some:
             before = len(self._reports.ended)
             await self._until(self._over, _ECHO_S + _ECHO_RANK_S * len(self._ranks))
@@ -198,10 +197,10 @@ class Coordinator:
 
     async def retire(self, nodes: Iterable[str]) -> None:
         """Ends the agents on those nodes. Not during an attempt."""
-        gone = set(nodes)
+        left = set(nodes)
         for agent in self._agents.values():
-            if agent.offer["node"] in gone and agent.lost is None:
-                agent.lost = _gone("Retired", "its node is no longer used")
+            if agent.offer["node"] in left and agent.lost is None:
+                agent.lost = gone("Retired", "its node is no longer used")
                 agent.wake()
         self._notify()
 
@@ -276,7 +275,7 @@ class Coordinator:
         """The answers to those calls of `next` that have one; `wait`: when there is one."""
         for group, agent, _, offer in asked.values():
             if group == self._group:
-                known = self._agents.setdefault(agent, _Agent(offer, 0.0))
+                known = self._agents.setdefault(agent, Agent(offer, 0.0))
                 known.offer, known.beat = offer, time.monotonic()
                 self._nodes.add(offer["node"])
         self._notify()
@@ -329,6 +328,7 @@ class Coordinator:
         self._ranks = ranks  # agent -> the environment of its rank in the present attempt, as torchrun sets it
         self._agent_of = {int(env["RANK"]): number for number, env in ranks.items()}
         self._reports = Reports()
+        self._silent_on: set[str] = set()  # nodes
         self._without_order = set(ranks)  # agents that have neither received the order to train nor reported
 
     def _report(self, rank: int, report: dict[str, Any]) -> None:
@@ -337,13 +337,14 @@ class Coordinator:
 
     def _lose(self, number: int, error: dict[str, Any]) -> None:
         """Marks that agent as lost, and its rank, if it has one, as failed."""
-        agent = self._agents.setdefault(number, _Agent({"node": ""}, time.monotonic()))
+        agent = self._agents.setdefault(number, Agent({"node": ""}, time.monotonic()))
         agent.lost = agent.lost or error
         agent.wake()
         if number in self._ranks:
             rank, at = int(self._ranks[number]["RANK"]), time.time()
             report = {"lost": {**error, "rank": rank, "at": at}, "node": agent.offer["node"], "at": at}
             self._report(rank, {**report, "silent_s": time.monotonic() - agent.beat})
+            self._silent_on.add(agent.offer["node"])
 
     async def _watch(self) -> None:
         """Marks the agents of the present attempt that send no beat as lost. The time in which this process did not run does not
@@ -361,11 +362,14 @@ class Coordinator:
                 agent.beat += missed
             silent = sorted(now - agent.beat for _, agent in living)
             queue = max(silent[len(silent) // 4] - self._beat_s, 0.0) if len(silent) >= _MANY else 0.0
+            limit += min(queue, limit)
             for number, agent in living:
-                if now - agent.beat > limit + min(queue, limit):
+                if now - agent.beat > limit / 2:
+                    self._silent_on.add(agent.offer["node"])
+                if now - agent.beat > limit:
                     where = f"node {agent.offer['node'][:8]} ({agent.offer['host']})"
                     message = f"{where} has not answered for {now - agent.beat:.0f} s"
-                    self._lose(number, _gone("NodeLost", message))
+                    self._lose(number, gone(_SILENT, message))
             self._notify()
 
     def _over(self) -> bool:
@@ -393,7 +397,3 @@ class Coordinator:
                     woken = asyncio.get_running_loop().create_future()
                     self._waiting.append(woken)
                     await woken
-
-
-def _gone(type_name: str, message: str) -> dict[str, Any]:
-    return {"type_name": type_name, "message": message, "kind": "node_died"}

@@ -12,7 +12,9 @@ If something fails here, a restart resumes from storage.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +28,9 @@ from raydist.run.directory import RunDir
 
 _ASK_S = 5.0
 _FETCH_S = 60.0
-_LINK_S = 5.0
+_LINK_S, _RENUMBERED_S = 1.0, 2.0
+"""How often to look whether a memory store was killed, and when to tell those whose node's ranks alone have changed: after a lost
+node these are all, and the order to train is first."""
 _Link = tuple[Any, Sequence[int], int]
 """Of a node's memory store: its buddy, or None, its node's ranks, and the world size."""
 _USES = 2
@@ -61,6 +65,8 @@ class MemoryCheckpoints:
         """Nodes whose memory store was killed since they were asked last."""
         self._before: _Before | None = None
         self._used: dict[int, int] = {}
+        self._link_at = math.inf
+        """When the thread may tell memory stores their ranks."""
         self._ended = threading.Event()
         self._lock = threading.Lock()
         if not private:
@@ -71,15 +77,17 @@ class MemoryCheckpoints:
         next one; `ranks`: rank -> node id. `gone`: nodes that do not answer, of which Ray may not know yet: they are not asked.
         """
         job: dict[str, Any] = {"folder": self.folder, "step": None, "manifest": None}
+        self._link_at = math.inf
         try:
             fresh = self._start(ranks)
             if fresh != set(self._nodes):
                 job |= self._chosen(ranks, gone)
-            self._link()
+            self._link(at_once=())
             self._leave(set(ranks.values()))
         except Exception as error:
             self._note(f"the run does not resume from a copy in memory: {type(error).__name__}: {error}")
         self._before = _Before(attempt, dict(ranks), (job["step"], job["manifest"]))
+        self._link_at = time.monotonic() + _RENUMBERED_S
         return job
 
     def close(self) -> None:
@@ -121,11 +129,15 @@ class MemoryCheckpoints:
                 self._running |= {self._nodes[node].closed.remote(): node for node in fresh}
         return fresh
 
-    def _link(self) -> None:
-        """Tells each memory store its buddy and ranks, if they have changed."""
+    def _link(self, at_once: Collection[str] | None = None) -> None:
+        """Tells each memory store its buddy and ranks, if they have changed. Those with the same buddy, and not in `at_once`, are
+        told by the thread, later; None: all now.
+        """
         with self._lock:
-            for node in self._links:
-                if link := self._news(node):
+            for node, (buddy, *_) in self._links.items():
+                told = self._sent_links.get(node)
+                later = at_once is not None and node not in at_once and told is not None and told[0] is buddy
+                if not (later and not self._private) and (link := self._news(node)):
                     if self._private:
                         self._nodes[node].link(*link)
                     else:
@@ -144,7 +156,8 @@ class MemoryCheckpoints:
         while not self._ended.wait(_LINK_S):
             with contextlib.suppress(Exception):
                 self._restarted()
-                self._link()
+                if time.monotonic() >= self._link_at:
+                    self._link()
 
     def _restarted(self) -> None:
         """Notes which memory stores were killed: they have no link, and their files may be gone."""
@@ -176,7 +189,7 @@ class MemoryCheckpoints:
             found = place(inventories, ranks, after=committed, counts=counts, others=others)
             if found is None:
                 continue
-            self._link()  # a node that fetches a file of its ranks tells its buddy
+            self._link(at_once={ranks[0], *found.fetches})  # a node that fetches a file of its ranks tells its buddy
             step, manifest = found.copy.step, found.copy.manifest
             if not (problems := self._fetched(found, ranks[0])):
                 self._used[step] = self._used.get(step, 0) + 1

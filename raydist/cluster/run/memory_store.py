@@ -174,7 +174,7 @@ class MemoryStore:
                 if written and not self._closed.is_set():
                     self._offer(written["step"], written["name"], written["kept"])
                     if written["kept"] == written["step"]:
-                        self._prune(written["step"])
+                        self._prune(written["step"], written["name"])
 
     def _offer(self, step: int, name: str, kept: int | None) -> None:
         if self._buddy is not None:
@@ -193,10 +193,13 @@ class MemoryStore:
             for old in list(self._read)[:-2]:
                 del self._read[old]
 
-    def _prune(self, kept: int) -> None:
-        """Once there is a newer snapshot, removes the files that were fetched for a restart, and those of ranks that have left."""
+    def _prune(self, kept: int, name: str) -> None:
+        """Once there is a newer snapshot, of which `name` is a file, removes those that were fetched for a restart, and those of
+        ranks that have left: they are of earlier attempts.
+        """
+        attempt = _attempt(name)
         for path in self._all(CHECKPOINTS):
-            if _step(path) < kept and not self._mine(path.name):
+            if _step(path) < kept and _attempt(path.name) != attempt and not self._mine(path.name):
                 path.unlink(missing_ok=True)
 
     def _mine(self, name: str) -> bool:
@@ -254,6 +257,11 @@ def _pull(source: Any, step: int, name: str, path: Path) -> None:
         part.rename(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _attempt(name: str) -> int | None:
+    """The attempt that wrote this file of a snapshot."""
+    return shard.attempt if (shard := Shard.parse(name)) is not None else manifest_attempt(name)
 
 
 def _step(path: Path) -> int:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,8 @@ class Group:
         self._serial = 0
         self._nodes: list[tuple[str, bool]] | None = None
         self._placement_group: str | None = None
+        self._asked: set[str] = set()
+        """Nodes that lost agents, and of which it is known whether they answer."""
         self.gone: set[str] = set()
         """Nodes that lost agents in the last attempt and do not answer. On the other nodes only the agent died."""
         number = next(_groups)
@@ -155,11 +158,15 @@ class Group:
             self._placement_group = self._wait(self._coordinator.placement_group.remote(), look)
             places = self._wait(self._coordinator.places.remote(size), look)
             self._wait(self._coordinator.begin.remote(self._serial, dict(job), size, monitor), look)
-            reports = self._wait(self._coordinator.result.remote(self._serial), look)
+            result = self._coordinator.result.remote(self._serial)
+            unreachable = self._unreachable_until(result, look)
+            reports = self._wait(result, look)
             self._nodes = self._wait(self._coordinator.nodes.remote(), look)
         except _GroupEnded:
             return self._ended()
-        self.gone = nodes.unreachable(self.lost)
+        self.gone = self.lost & unreachable
+        self.gone |= nodes.unreachable(self.lost - self.gone - self._asked)
+        self._asked |= self.lost
         failure = _cause(
             {rank: _of_node(report) if report.get("node") in self.gone else report for rank, report in reports.items()}
         )
@@ -205,6 +212,22 @@ class Group:
             if not self.alive:
                 raise _GroupEnded
             look()
+
+    def _unreachable_until(self, result: Any, look: Callable[[], None]) -> set[str]:
+        """While the attempt runs, asks nodes that are silent whether they answer. When it is over: those that do not. That takes a
+        second, in which they may be lost, and the ranks of others are killed.
+        """
+        import ray
+
+        asked, asking = set[str](), list[Future[set[str]]]()
+        with ThreadPoolExecutor(4, "raydist-silent-nodes") as side:
+            while True:
+                silent = self._coordinator.silent.remote(self._serial, asked)
+                new = self._wait(silent, look)
+                if not new or ray.wait([result], timeout=0)[0]:
+                    return {node for each in asking for node in each.result()}
+                asking.append(side.submit(nodes.unreachable, new))
+                asked = asked | new
 
     def _ended(self) -> AttemptResult:
         """The group has ended during an attempt. If a rank reported an error of its own, that is the cause."""
