@@ -218,8 +218,11 @@ def test_many_nodes_beat_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await made.beat(1, 1) == 0.0
         result.cancel()
         await made.open(2, 1)
-        await made.many([["next", 2, 0, 0, offer(0)]])
+        joined = asyncio.create_task(made.many([["next", 2, 0, 0, offer(0)]]))
+        await made.gathered()
         assert await made.beat(2, 0) == pytest.approx(2.5)
+        await made.begin(1, {}, 1)
+        assert (await joined)[0]["do"] == "train"  # its first answer: nobody is told to wait
 
     run(test())
 

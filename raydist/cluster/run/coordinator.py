@@ -299,7 +299,7 @@ class Coordinator:
         if not self._ours(group, agent):
             return {"number": seen, "do": "leave"}
         order = self._order
-        if order["number"] <= seen:
+        if order["number"] <= seen or (not seen and order["do"] == "wait"):  # who waits needs no order to do so
             return None
         if order["do"] not in ("train", "kill", "look"):
             return order
