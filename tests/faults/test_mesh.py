@@ -70,7 +70,7 @@ def test_faults_of_each_rank_of_a_mesh(project: Any) -> None:
     assert project.weights("mesh-faults", STEPS) == project.weights("mesh-no-fault", STEPS)
 
 
-LAST = 7
+LAST = 16  # on a busy machine a copy in memory takes as long as some of these steps
 EXPERTS = ["model.name=mixtral", "model.hidden=16", "parallel.strategy=zero2", "parallel.expert=4"]
 SMALL = ["model.layers=2", "model.width=16", "model.heads=2", "cluster.workers=4", "cluster.cpus_per_worker=0.5",
          "recovery.step_timeout=10", "recovery.max_failures=-1", "recovery.snapshot_every=1", f"train.steps={LAST}",
