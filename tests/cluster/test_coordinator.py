@@ -153,8 +153,10 @@ def test_a_lost_agents_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
                 await made.agent_died(1, 0, {"type_name": "WorkerDied", "message": "gone", "kind": "worker_died"})
             assert (await killed)["do"] == "kill"
             assert (await on, result.done()) == ({"node0"}, False)
+            on = asyncio.create_task(made.silent(1, {"node0"}))
             await made.ended(1, 1, 1, DIED)
             reports = await result
+            assert await on is None
             lost = rank_error(0, reports[0])
             assert lost is not None
             assert (lost.rank, lost.kind) == (0, "node_died" if silent else "worker_died")
@@ -165,11 +167,23 @@ def test_a_lost_agents_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             again = [asyncio.create_task(made.next(1, number, 3, offer(number))) for number in (1, 2)]
             await made.begin(2, {}, 2)
             assert [(await task)["env"]["RANK"] for task in again] == ["0", "1"]
-            on = asyncio.create_task(made.silent(2, set()))
-            await made.ended(1, 0, 2, DIED)
-            assert not on.done()
-            await made.ended(1, 1, 2, DIED)
-            assert await on == set()
+
+    run(test())
+
+
+def test_a_node_that_is_heard_again_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found out about it while it was silent does not count later."""
+
+    async def test() -> None:
+        monkeypatch.setattr(coordinator, "BEAT_S", 0.02)
+        made, _ = await ready()
+        await made.begin(1, {}, 2)
+        result = asyncio.create_task(made.result(1))
+        made._agents[1].beat = time.monotonic() - 0.6 * coordinator.LOST_S
+        assert await made.silent(1, set()) == {"node1"}
+        await made.beat(1, 1)
+        assert await made.silent(1, {"node1"}) == set()
+        result.cancel()
 
     run(test())
 

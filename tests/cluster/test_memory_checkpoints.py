@@ -117,6 +117,23 @@ def test_each_keeps_the_others_two_newest(two: list[tuple[Any, Path]]) -> None:
     assert [c.step for c in inventory.copies] == [3]
 
 
+def test_a_store_with_old_numbers_removes_nothing_of_this_attempt(two: list[tuple[Any, Path]]) -> None:
+    """Its ranks have other numbers since a lost node, and it is told that after the order to train. It removes files of ranks that
+    are not its own once there is a newer copy, but none that this attempt may still need."""
+    (_, folder), (_, buddy) = two
+    old = folder / step_folder(5) / Shard(3, 4, 1, f"{0:032x}").name
+    mine = folder / step_folder(6) / Shard(2, 3, 2, f"{1:032x}").name
+    newest = folder / step_folder(7) / Shard(2, 3, 2, f"{2:032x}").name
+    for path in (old, mine, newest):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"1")
+    memory_layout.ring(folder, step=7, name=newest.name, kept=7)
+    until(lambda: not old.exists())
+    name = write(folder, 8, 0, None)
+    until(lambda: shards(buddy, 8) == {name})  # all files of the call before have been looked at
+    assert mine.exists()
+
+
 def test_a_node_fetches_what_it_lacks(two: list[tuple[Any, Path]], node: str) -> None:
     """A new node fetches from another node's memory, checks hashes, and sends its own ranks' files to its buddy. A damaged file
     is reported and not stored."""

@@ -48,7 +48,7 @@ LOST_S = 8.0
 LOST_AFTER_A_FAILURE_S = 4.0
 """An agent is lost after this long without a beat; sooner when ranks have lost a connection already. Beats that are further apart
 add twice the difference, as one may be left out (launch/agent.py), or wait in a relay that is stopped (launch/relay.py)."""
-_SILENT = "NodeLost"
+_SILENT = "NodeLost"  # type_name of an agent that sent no beat
 _LARGE, _MANY = 1000, 32
 """Agents from which on garbage is collected less often, and of which three quarters are not lost with one node."""
 
@@ -138,12 +138,10 @@ class Coordinator:
             return {rank: report for rank, report in self._reports.kept.items() if "outcome" in report} | hung
         return self._reports.kept
 
-    async def silent(self, attempt: int, known: set[str]) -> set[str]:
-        """The nodes of that attempt whose agents are lost, or may soon be: those that are not `known`. Waits until there is one, or
-        the attempt is over.
-        """
-        await self._until(lambda: attempt != self._attempt or self._over() or not self._silent_on <= known)
-        return self._silent_on - known if attempt == self._attempt else set()
+    async def silent(self, attempt: int, known: set[str]) -> set[str] | None:
+        """The nodes of that attempt whose agents are lost, or may soon be, once they are not those `known`; None: it is over."""
+        await self._until(lambda: attempt != self._attempt or self._over() or self._silent_on != known)
+        return None if attempt != self._attempt or self._over() else self._silent_on
 
     async def cancel(self) -> None:
         """Kills the ranks of the present attempt, and no agent. Does nothing if it is over."""
@@ -363,9 +361,10 @@ class Coordinator:
             silent = sorted(now - agent.beat for _, agent in living)
             queue = max(silent[len(silent) // 4] - self._beat_s, 0.0) if len(silent) >= _MANY else 0.0
             limit += min(queue, limit)
+            quiet = [agent for _, agent in living if now - agent.beat > limit / 2]
+            lost = [agent for number in self._ranks if (agent := self._agents[number]).lost is not None]
+            self._silent_on = {agent.offer["node"] for agent in quiet + lost}
             for number, agent in living:
-                if now - agent.beat > limit / 2:
-                    self._silent_on.add(agent.offer["node"])
                 if now - agent.beat > limit:
                     where = f"node {agent.offer['node'][:8]} ({agent.offer['host']})"
                     message = f"{where} has not answered for {now - agent.beat:.0f} s"

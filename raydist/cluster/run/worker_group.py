@@ -159,7 +159,7 @@ class Group:
             places = self._wait(self._coordinator.places.remote(size), look)
             self._wait(self._coordinator.begin.remote(self._serial, dict(job), size, monitor), look)
             result = self._coordinator.result.remote(self._serial)
-            unreachable = self._unreachable_until(result, look)
+            unreachable = self._unreachable(look)
             reports = self._wait(result, look)
             self._nodes = self._wait(self._coordinator.nodes.remote(), look)
         except _GroupEnded:
@@ -213,21 +213,17 @@ class Group:
                 raise _GroupEnded
             look()
 
-    def _unreachable_until(self, result: Any, look: Callable[[], None]) -> set[str]:
-        """While the attempt runs, asks nodes that are silent whether they answer. When it is over: those that do not. That takes a
-        second, in which they may be lost, and the ranks of others are killed.
+    def _unreachable(self, look: Callable[[], None]) -> set[str]:
+        """While the attempt runs, asks nodes that are silent whether they answer. When it is over: those that do not, and are still
+        silent. That takes a second, in which they may be lost, and the ranks of others are killed.
         """
-        import ray
-
-        asked, asking = set[str](), list[Future[set[str]]]()
+        asked: dict[str, Future[set[str]]] = {}
         with ThreadPoolExecutor(4, "raydist-silent-nodes") as side:
-            while True:
-                silent = self._coordinator.silent.remote(self._serial, asked)
-                new = self._wait(silent, look)
-                if not new or ray.wait([result], timeout=0)[0]:
-                    return {node for each in asking for node in each.result()}
-                asking.append(side.submit(nodes.unreachable, new))
-                asked = asked | new
+            while (silent := self._wait(self._coordinator.silent.remote(self._serial, {*asked}), look)) is not None:
+                asked = {node: answer for node, answer in asked.items() if node in silent}
+                if new := silent - asked.keys():
+                    asked |= dict.fromkeys(new, side.submit(nodes.unreachable, new))
+            return {node for node, answer in asked.items() if node in answer.result()}
 
     def _ended(self) -> AttemptResult:
         """The group has ended during an attempt. If a rank reported an error of its own, that is the cause."""
