@@ -305,20 +305,23 @@ def _fully_sharded_part(
 
 def _compression(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:
     """Bytes that compression keeps: of each gradient that a rank sends what is left, before and after a step, and encoded ones. And
-    of the largest piece the decoded sum, and this rank's row of it."""
+    of the largest piece the decoded sum, and this rank's row of it. Two ranks have no such row."""
     ranks = replicas(spec, machine)
     if not spec.comm.compresses or ranks == 1 or not plan.compresses:
         return 0
     copies = "parameters" in plan.sharded and shard < ranks
     over = shard if copies else 1
-    whole = plan.bucketed or copies  # an all-reduce: the sum is encoded and gathered, too
+    whole = plan.bucketed or copies  # an all-reduce
+    row = (
+        0.0 if whole and ranks == 2 * over else over / ranks
+    )  # of a sum that is encoded and gathered, too, unless of two ranks
     numbers = sum(p.part(over) for p in model.params if p.trained)
     parts = units(model, over, trained=True)
     piece = max(parts.values(), default=0)
     if plan.bucketed:
         piece = min(numbers, max(piece, int(ddp_bucket(spec) / FP32)))
-    each = (3 if whole else 2) * sent_bytes(spec, model.shapes(over)) + (2 * FP32 if spec.comm.feedback else 0)
-    return round(each * numbers + FP32 * piece * (whole + over / ranks + (not spec.comm.feedback)))
+    each = (3 if whole and row else 2) * sent_bytes(spec, model.shapes(over)) + (2 * FP32 if spec.comm.feedback else 0)
+    return round(each * numbers + FP32 * piece * (whole + row + (not spec.comm.feedback)))
 
 
 def _outer(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Model, shard: int) -> int:

@@ -136,10 +136,10 @@ class OneProcess:
         compressor, world = self.compressor, self.world
         assert isinstance(compressor, Rows)
         values = [self._into_rows([of[n] for n in names], packed, size) for of in given]
-        total = torch.zeros(world, size)
+        total, pair = torch.zeros(world, size), world == 2 and not packed
         for of_rank in values:
-            total += self._through(of_rank)
-        if not packed:  # all ranks get the sum: each encodes a row of it
+            total += self._through(of_rank.view(1, -1) if pair else of_rank).view(world, size)
+        if not (packed or pair):  # all ranks get the sum: each encodes a row of it
             for r in range(world):
                 row = total[r : r + 1].clone()
                 decoded = self._through(row)
@@ -244,16 +244,16 @@ def part_of(gradients: Gradients, cut: Mapping[str, torch.Size], index: int, par
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_sum_is_that_of_the_same_compression_on_one_process(ranks: Any, strategy: str) -> None:
-    """On 2 ranks, hsdp on 4, with accumulation, over three steps: each gradient, and what is left of it on each rank. Replicas have
-    the same bits. The sums that arrived, and what is left on all ranks, are the sum of all gradients.
+@pytest.mark.parametrize(("strategy", "copies"), [*((each, 2) for each in STRATEGIES), ("ddp", 4)])
+def test_the_sum_is_that_of_the_same_compression_on_one_process(ranks: Any, strategy: str, copies: int) -> None:
+    """On 2 ranks, ddp on 4, too, hsdp on 4, with accumulation, over three steps: each gradient, and what is left of it on each
+    rank. Replicas have the same bits. The sums that arrived, and what is left on all ranks, are the sum of all gradients.
 
     Within 1e-5 of the largest number: sums of float32 in another order. One number in a hundred may differ by more: by a step of
     int8's, fp16's or bf16's rounding, or in topk by whether it is sent, where the order decides. PowerSGD: 1e-3, because P is made
     orthonormal by other operations.
     """
-    world = 2 * VARIANTS[strategy].get("shard", 1)
+    world = copies * VARIANTS[strategy].get("shard", 1)
     every = run(ranks, stepped, world, strategy, NAMES)
     for name in NAMES:
         check(name, strategy, world, every)

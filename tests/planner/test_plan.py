@@ -256,11 +256,13 @@ def test_compressed_gradients(strategy: str, share: float) -> None:
         made = traffic(strategy, job(comm={"compress": compress, "options": options}), machine, model)
         assert made.sums == pytest.approx(sent * share)
 
-    def held(spec: JobSpec) -> int:
+    def held(spec: JobSpec, machine: Machine) -> int:
         return estimate(strategy, spec, machine, model, Activations(0, (Peak("forward", 0, 0, 0),))).in_flight
 
-    encoded, decoded = (3, 6) if strategy == "ddp" else (2, 2)
-    assert held(int8) - held(plain) == pytest.approx((8 + encoded * (1 + 4 / 1024) + decoded) * 2**20, rel=1e-4)
+    for ranks, encoded, decoded in ((2, 2, 4), (4, 3, 5)) if strategy == "ddp" else ((2, 2, 2), (4, 2, 1)):
+        at = Machine(ranks, 1, "cpu")
+        expected = (8 + encoded * (1 + 4 / 1024) + decoded) * 2**20
+        assert held(int8, at) - held(plain, at) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("compress", "number"), [("none", 4.0), ("int8", 1 + 4 / 1024)])

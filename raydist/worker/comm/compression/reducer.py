@@ -8,6 +8,12 @@ Runs in: each train worker. Torch, never ray.
     gather    (all-reduce) the part is encoded again, and all ranks get all parts
     decode    the sum, from the same bytes on every rank: replicas stay equal to the bit         lane 3
 
+An all-reduce of two ranks has no second encoding: each sends all of its gradient to the other, which is as many bytes in half as
+many messages, and both decode and add the same two rows.
+
+    encode    gradient + what is left -> one row, which both ranks get                           lane 1
+    decode    the sum of both rows, in the order of the ranks                                    lane 3
+
 What the second encoding loses is part of the sum; the rank that encodes it keeps it with what is left of its own gradient. So after
 every step the sums that were sent, and what is left on all ranks together, are the sum of all gradients.
 
@@ -195,6 +201,7 @@ class _Call:
         self, owner: Reducer, piece: Piece, gradients: Tensor, into: Tensor, gather: bool, done: Future[Tensor]
     ) -> None:
         self._owner, self._piece, self._into, self._gather, self._done = owner, piece, into, gather, done
+        self._pair = gather and owner.world == 2
         self._gradients = piece.like(gradients)
         nothing = torch.zeros((), device=owner.device)
         plain = (2.0 if gather else 1.0) * 4 * piece.numel * (owner.world - 1) / owner.world
@@ -267,10 +274,14 @@ class _Call:
     # --- a compressor of rows
 
     def encode(self) -> None:
-        """Rows for all ranks are encoded and sent."""
+        """Rows for all ranks are encoded and sent; of two that gather the sum, one row for both."""
         owner, piece, compressor = self._owner, self._piece, self._owner._compressor
         assert isinstance(compressor, Rows)
         values = self._take()
+        if self._pair:
+            self._encode_own(values.view(1, -1))
+            self._gather_rows()
+            return
         each = compressor.row_bytes(piece.size)
         sent, came = (piece.buffer(name, (owner.world, each), owner.device) for name in ("sent", "came"))
         compressor.encode(values, sent)
@@ -292,15 +303,24 @@ class _Call:
         if not self._gather:
             self._finish(total[0, : piece.row])
             return
-        each = compressor.row_bytes(piece.size)
-        gathered = piece.buffer("gathered", (owner.world, each), owner.device)
-        mine = gathered[owner._rank : owner._rank + 1]
-        compressor.encode(total, mine)
-        self._sent.lost = self._sent.lost + torch.linalg.vector_norm(total).square()
+        self._encode_own(total)
         if piece.made is not None:
             piece.made[owner._rank].add_(total[0])
-        self._sent.nbytes += each * (owner.world - 1)
-        self._work = gloo_p2p.all_gather(gathered.view(-1), mine.view(-1), owner._groups[1])
+        self._gather_rows()
+
+    def _encode_own(self, values: Tensor) -> None:
+        """`values`, [1, S] or all of a pair's, into this rank's row of what is gathered. They become what was lost."""
+        owner, compressor = self._owner, self._owner._compressor
+        assert isinstance(compressor, Rows)
+        shape = owner.world, compressor.row_bytes(values.shape[1])
+        gathered = self._piece.buffer("gathered", shape, owner.device)
+        compressor.encode(values, gathered[owner._rank : owner._rank + 1])
+        self._sent.lost = self._sent.lost + torch.linalg.vector_norm(values).square()
+
+    def _gather_rows(self) -> None:
+        owner, gathered = self._owner, self._piece.room["gathered"]
+        self._sent.nbytes += gathered.shape[1] * (owner.world - 1)
+        self._work = gloo_p2p.all_gather(gathered.view(-1), gathered[owner._rank], owner._groups[1])
         owner._lanes[2].put(self.guarded(self.decode))
 
     def decode(self) -> None:
@@ -310,13 +330,14 @@ class _Call:
         assert self._work is not None
         self._work.wait()
         gathered = piece.room["gathered"]
-        if owner._scale == 1.0 and self._into.numel() == owner.world * piece.size:  # no padding
-            compressor.decode(gathered, self._into.view(owner.world, piece.size))
-            self._finish(None)
-            return
-        values = owner.room("result", owner.world, piece.size)
-        compressor.decode(gathered, values)
-        self._finish(piece.body(values))
+        in_place = owner._scale == 1.0 and self._into.numel() == owner.world * piece.size  # no padding
+        values = self._into.view(owner.world, -1) if in_place else owner.room("result", owner.world, piece.size)
+        if self._pair:
+            compressor.decode(gathered[:1], values.view(1, -1))
+            compressor.add(gathered[1:], values.view(-1))
+        else:
+            compressor.decode(gathered, values)
+        self._finish(None if in_place else piece.body(values))
 
 
 def agreed(own: Sequence[Sequence[Any]], control: dist.ProcessGroup | None) -> list[list[Any]]:

@@ -7,7 +7,7 @@ A compressor is a file here, or your own `package.module:attribute`, and has a c
 
 - `Rows` encodes rows of numbers into rows of bytes, and back. raydist does the rest: each rank encodes one row for every rank and
   sends it; the receiver decodes what all ranks sent, adds it up in fp32 in the order of the ranks, and for an all-reduce encodes
-  the sum, which all ranks gather.
+  the sum, which all ranks gather. For an all-reduce of two ranks each encodes one row with all of its numbers, and adds up both.
 - `Sums` computes the sum itself, with all-reduces of smaller arrays, as PowerSGD does with factors of matrices.
 
 Both say what they lose, and raydist adds that to the next gradient (error feedback). What a compressor is given is the contribution
