@@ -9,9 +9,9 @@ alternately, in a new order each round, with the same samples and fused AdamW; r
     no sync        a step without any exchange: the ceiling
     fp32, no overlap   one bucket: the sum begins when backward has ended
     fp32           torch's buckets of 25 MiB: the baseline
-    fp32 1 MiB     as `parallel.bucket_mb` would choose them
-    direct 1 MiB   comm.topology: direct, in buckets of 1 MiB
-    NAME           comm.compress: NAME, in buckets of 1 MiB
+    fp32 2 MiB     as `parallel.bucket_mb` would choose them
+    direct 2 MiB   comm.topology: direct, in buckets of 2 MiB
+    NAME           comm.compress: NAME, in buckets of 2 MiB
     zero1, zero1 int8; zero2, zero2 int8
     diloco, diloco int8    comm.every: 32
     streaming      the same in 4 fragments, int8, each on its way for 2 steps
@@ -82,13 +82,13 @@ MODELS = {
     "moe": {"name": "mixtral", "layers": 4, "width": 256, "heads": 4, "context": CONTEXT, "hidden": 256},
 }
 """3.3M, 10.7M and 7.4M parameters; of the last, with two of eight experts, a token uses 2.7M."""
-OVERLAP = {"bucket_mb": 1.0}
+OVERLAP = {"bucket_mb": 2.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "no sync": {},
     "fp32, no overlap": {"parallel": {"bucket_mb": 1e4}},
     BASE: {},
-    "fp32 1 MiB": {"parallel": OVERLAP},
-    "direct 1 MiB": {"parallel": OVERLAP, "comm": {"topology": "direct"}},
+    "fp32 2 MiB": {"parallel": OVERLAP},
+    "direct 2 MiB": {"parallel": OVERLAP, "comm": {"topology": "direct"}},
     **{name: {"parallel": OVERLAP, "comm": {"compress": name}} for name in registry.names("compressor")},
     "zero1": {"parallel": {"strategy": "zero1"}},
     "zero1 int8": {"parallel": {"strategy": "zero1"}, "comm": {"compress": "int8"}},

@@ -45,7 +45,7 @@ WORTH = 0.02
 It is also the most that the choice may lose (docs/adr/0018)."""
 FAR = 1.5
 """Where passes take long, a way is not tried if what it sends takes this many times as long as a step of the best so far."""
-SMALL_MB = 1.0
+SMALL_MB = 2.0
 """Buckets that are tried beside torch's, where the job does not say a size: their sums overlap with backward."""
 
 

@@ -28,15 +28,15 @@ from tests.worker.comm.test_buckets import build, dataset, example, trained
 __all__ = ["dataset"]
 
 BOTH = {"compress": "auto", "topology": "auto"}
-INT8, SMALL, DIRECT = "int8, buckets of 1 MiB", "torch, buckets of 1 MiB", "direct, buckets of 1 MiB"
-BF16, TWO_LEVEL = "bf16, buckets of 1 MiB", "two_level, buckets of 1 MiB"
+INT8, SMALL, DIRECT = "int8, buckets of 2 MiB", "torch, buckets of 2 MiB", "direct, buckets of 2 MiB"
+BF16, TWO_LEVEL = "bf16, buckets of 2 MiB", "two_level, buckets of 2 MiB"
 SLOW = {
     "torch": 2.0,
     DIRECT: 1.9,
     SMALL: 1.5,
     BF16: 1.3,
     INT8: 1.0,
-    "powersgd, buckets of 1 MiB": 0.8,
+    "powersgd, buckets of 2 MiB": 0.8,
 }
 
 
@@ -91,9 +91,9 @@ def test_the_fastest_is_taken_and_kept(ranks: Any, tmp_path: Path) -> None:
     ways = ["torch", INT8, BF16, SMALL, DIRECT]
     assert (slow[0], slow[2]) == (INT8, [*ways, "torch", INT8])
     assert slow[1].startswith(
-        "int8, buckets of 1 MiB: 100% faster than torch; 65% of a step of 2 s waits for gradients"
+        "int8, buckets of 2 MiB: 100% faster than torch; 65% of a step of 2 s waits for gradients"
     )
-    assert "bf16, buckets of 1 MiB 1.3 s" in slow[1]
+    assert "bf16, buckets of 2 MiB 1.3 s" in slow[1]
     assert restart == (*slow[:2], [])
     assert (fast[0], fast[2]) == ("torch", ["torch", SMALL])
     assert "nothing is to be gained" in fast[1]
@@ -181,7 +181,7 @@ def test_a_choice_counts_for_the_job_that_asked_for_it(ranks: Any, tmp_path: Pat
 
     assert again(BOTH) == (INT8, 7)
     assert again({"topology": "auto"}) == (SMALL, 5)
-    assert again({**BOTH, "max_loss_increase": 0.2}) == ("powersgd, buckets of 1 MiB", 8)
+    assert again({**BOTH, "max_loss_increase": 0.2}) == ("powersgd, buckets of 2 MiB", 8)
     assert again(BOTH, 5.0) == ("int8, buckets of 5 MiB", 0)
     assert again(BOTH) == (INT8, 0)
     assert again(BOTH, world=3) == (INT8, 0)
@@ -232,7 +232,7 @@ def test_ways_on_two_nodes(ranks: Any, tmp_path: Path) -> None:
         (
             {"compress": "auto", "max_loss_increase": 0.2},
             slow,
-            ["torch", "powersgd, buckets of 1 MiB", INT8, BF16, SMALL],
+            ["torch", "powersgd, buckets of 2 MiB", INT8, BF16, SMALL],
         ),
         (BOTH, long, ["torch", INT8, "two_level"]),
     ):
