@@ -195,17 +195,19 @@ class Storage:
             # Created again, it would be below the mount point of a file system that was unmounted.
             raise FileNotFoundError(GONE)
         for folder in reversed(made):  # not `parents=True`: it may be unmounted now
-            folder.mkdir(exist_ok=True)
-        if self.private and self.local in made:
-            self.local.chmod(0o700)
+            folder.mkdir(self._folder_mode(folder), exist_ok=True)
         if self.private and self.local is not None:
             self.marks = self.marks or (self.local,)
-            most = self.local.stat().st_mode | 0o700
-            for folder in made:
-                if self.local in folder.parents:
-                    folder.chmod(folder.stat().st_mode & most)
         for folder in made:
             _sync_folder(folder.parent)
+
+    def _folder_mode(self, folder: Path) -> int:
+        """With which it is created, not changed to: another rank creates files in it at once, with the folder's permissions."""
+        if self.private and folder == self.local:
+            return 0o700
+        if self.private and self.local is not None and self.local in folder.parents:
+            return 0o700 | self.local.stat().st_mode & 0o077
+        return 0o777
 
     def write(self, name: str, data: bytes | memoryview, check: Callable[[], object] | None = None) -> None:
         """Writes a small file, atomically. `check`: see `create`."""

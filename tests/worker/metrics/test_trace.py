@@ -137,7 +137,7 @@ def viewers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewers]:
 
 
 def test_compressed_gradients_are_in_a_trace(ranks: Any, dataset: str, tmp_path: Path) -> None:
-    """What other threads send is there, as one exchange and one gather of a bucket in each step, with its bytes."""
+    """What other threads send is there, as one gather of a bucket in each step, with its bytes."""
     place = RunDir(tmp_path / "run")
     request = requests.ask_trace(place, 3, 600.0)
     run(ranks, trained, 2, dataset, place.uri, "ddp", 1, True, None, {"compress": "int8"})
@@ -145,11 +145,10 @@ def test_compressed_gradients_are_in_a_trace(ranks: Any, dataset: str, tmp_path:
     made = json.loads(gzip.decompress(data))["traceEvents"]
     for rank in (0, 1):
         sent = Counter(e["name"] for e in made if e["pid"] == rank and e.get("cat") == "collective")
-        # Half of 12,000 gradients, padded, to the other rank.
-        assert {name: n for name, n in sent.items() if name.startswith("all_to_all")} == {"all_to_all (7.0 KiB)": 3}
-        # gloo's own thread ends the record of a gather after it has woken the step that waits for it: on a busy machine the trace
-        # may stop before the last one, or have the end of a gather from before its first step.
-        assert sent["all_gather (7.0 KiB)"] in (2, 3)
+        # 12,000 gradients, padded, to the other rank. gloo's own thread ends the record of a gather after it has woken the step
+        # that waits for it: on a busy machine the trace may stop before the last one, or have the end of a gather from before its
+        # first step.
+        assert sent["all_gather (14.1 KiB)"] in (2, 3)
 
 
 def test_outer_steps_are_in_a_trace(ranks: Any, dataset: str, tmp_path: Path) -> None:
