@@ -203,11 +203,9 @@ class Storage:
 
     def _folder_mode(self, folder: Path) -> int:
         """With which it is created, not changed to: another rank creates files in it at once, with the folder's permissions."""
-        if self.private and folder == self.local:
-            return 0o700
-        if self.private and self.local is not None and self.local in folder.parents:
-            return 0o700 | self.local.stat().st_mode & 0o077
-        return 0o777
+        if not self.private or self.local is None or self.local not in (folder, *folder.parents):
+            return 0o777
+        return 0o700 if folder == self.local else 0o700 | self.local.stat().st_mode & 0o077
 
     def write(self, name: str, data: bytes | memoryview, check: Callable[[], object] | None = None) -> None:
         """Writes a small file, atomically. `check`: see `create`."""

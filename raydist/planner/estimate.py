@@ -312,9 +312,8 @@ def _compression(plan: StrategyPlan, spec: JobSpec, machine: Machine, model: Mod
     copies = "parameters" in plan.sharded and shard < ranks
     over = shard if copies else 1
     whole = plan.bucketed or copies  # an all-reduce
-    row = (
-        0.0 if whole and ranks == 2 * over else over / ranks
-    )  # of a sum that is encoded and gathered, too, unless of two ranks
+    # All but an all-reduce of two ranks sum up one row; an all-reduce encodes it again.
+    row = 0.0 if whole and ranks == 2 * over else over / ranks
     numbers = sum(p.part(over) for p in model.params if p.trained)
     parts = units(model, over, trained=True)
     piece = max(parts.values(), default=0)
