@@ -277,7 +277,13 @@ NAMES = {
         "tells a worker that does not answer from one that died",
         "WorkerGroupError.worker_failures has these objects, and their classes are not public",
     ),
-    # --- cluster/sweep/ray_tune.py: Ray Tune without its statistics
+    # --- cluster/sweep/ray_tune.py: Ray Tune without its statistics, its actors without a runtime environment
+    "class_cache": PrivateName(
+        "ray.tune.execution.class_cache",
+        "a trial's actor gets no variables: with a runtime environment it cannot be forked, and takes 2 to 3 s of processor time",
+        "Ray Tune always gives its actors a runtime environment with PL_DISABLE_FORK, for PyTorch Lightning",
+        ("DEFAULT_ENV_VARS", "ENV_VARS_TO_PROPAGATE"),
+    ),
     "air_usage": PrivateName(
         "ray.air._internal.usage",
         "a sweep does not count its callbacks for Ray's statistics: that imports wandb and mlflow, 1 s of a start",

@@ -24,7 +24,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import SearchAlgorithm
 
-from raydist.cluster.ray_private import air_usage
+from raydist.cluster.ray_private import air_usage, class_cache
 from raydist.cluster.sweep.paused_trials import PausedTrials
 from raydist.cluster.sweep.report_queue import NAME
 from raydist.cluster.sweep.schedulers import GO, Copy, Rule, Stop, Turn, replay, score
@@ -322,10 +322,13 @@ def _quiet() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in _QUIET}
     os.environ.update(_QUIET)
     counts, air_usage.tag_callbacks = air_usage.tag_callbacks, lambda callbacks: False
+    variables = class_cache.DEFAULT_ENV_VARS, class_cache.ENV_VARS_TO_PROPAGATE
+    class_cache.DEFAULT_ENV_VARS, class_cache.ENV_VARS_TO_PROPAGATE = {}, set()
     try:
         yield
     finally:
         air_usage.tag_callbacks = counts
+        class_cache.DEFAULT_ENV_VARS, class_cache.ENV_VARS_TO_PROPAGATE = variables
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

@@ -1,7 +1,7 @@
 """Writes a run's curves for TensorBoard to RUN/tensorboard: train/loss, train/lr, ..., eval/loss, and histograms.
 
-Runs in: the run's monitor. Must not import torch or TensorFlow: it uses the protocol buffers and the framing of the tensorboard
-package, but not its EventFileWriter, which loads TensorFlow if that is installed.
+Runs in: the run's monitor. Must not import torch or TensorFlow: it uses the protocol buffers of the tensorboard package, but not
+its EventFileWriter, which loads TensorFlow if that is installed.
 
 Each attempt writes its own files, which sort after all earlier ones, and begins with a session-start event at its first step.
 TensorBoard then drops the points of steps that the attempt trains again.
@@ -19,6 +19,7 @@ from io import BytesIO
 from typing import Any
 
 from raydist.observe.exporters import BaseExporter, Facts, curves
+from raydist.observe.tensorboard_records import framed
 from raydist.run.directory import TENSORBOARD
 from raydist.spec.parts import Part
 from raydist.storage import opener, refused
@@ -152,9 +153,7 @@ class Exporter(BaseExporter):
             self._roll()
 
     def _frame(self, data: bytes) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        RecordWriter(self._buffer).write(data)
+        self._buffer.write(framed(data))
         self._new = True
 
     def _size(self) -> int:

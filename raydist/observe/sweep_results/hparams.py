@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from io import BytesIO
 from typing import Any
 
 from raydist.observe.exporters.tensorboard import next_stamp
 from raydist.observe.sweep_results import Facts, Row
+from raydist.observe.tensorboard_records import framed
 from raydist.run.directory import TENSORBOARD, RunDir
 
 _STATUS = {"finished": "STATUS_SUCCESS", "failed": "STATUS_FAILURE"}
@@ -61,7 +61,7 @@ class Rows:
             event_pb2.Event(wall_time=row.at, step=row.step, summary=summary_pb2.Summary(value=values)),
         ]
         run = self._folder.run(row.cell)
-        run.storage.write(_name(run, row), _framed(events))
+        run.storage.write(_name(run, row), b"".join(framed(event.SerializeToString()) for event in events))
 
 
 def _name(run: RunDir, row: Row) -> str:
@@ -82,13 +82,3 @@ def _set(field: Any, value: Any) -> None:
 
 def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
-
-
-def _framed(events: list[Any]) -> bytes:
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    sink = BytesIO()
-    writer = RecordWriter(sink)
-    for event in events:
-        writer.write(event.SerializeToString())
-    return sink.getvalue()

@@ -116,12 +116,12 @@ def test_what_storage_refused_is_written_later(run: RunDir, rows: Rows) -> None:
 
 
 def test_loads_neither_torch_nor_tensorflow(run: RunDir) -> None:
-    """The monitor process imports neither torch, TensorFlow, pandas nor ray when it writes curves."""
+    """The monitor process imports neither torch, TensorFlow, pandas, ray nor boto3 when it writes curves."""
     script = (
         "import sys; from raydist.observe.run_monitor import RunMonitor; m = RunMonitor(sys.argv[1], interval_s=60.0);"
         "m.begin_attempt(1, 1, 0); m.push([dict(step=1, loss=1.0, lr=1.0, grad_norm=1.0, tokens=1, seconds=1.0,"
         " data_seconds=0.0, world_size=1, attempt=1, samples_hash='0')], []); m.end('finished');"
-        "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'tensorflow', 'pandas', 'ray'}))"
+        "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'tensorflow', 'pandas', 'ray', 'boto3'}))"
     )
     told = subprocess.run([sys.executable, "-c", script, run.uri], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "[]"
