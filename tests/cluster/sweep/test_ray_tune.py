@@ -324,3 +324,15 @@ def test_ray_s_statistics_import_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         tune.air_usage.tag_callbacks(["during"])
     tune.air_usage.tag_callbacks(["after"])
     assert counted == [["after"]]
+
+
+def test_a_trial_s_actor_has_no_runtime_environment() -> None:
+    """With one, Ray cannot have its process forked. After the sweep Ray Tune's actors have theirs again."""
+    execution = importlib.import_module("ray.tune.execution.class_cache")
+
+    def environment() -> Mapping[str, Any]:
+        return dict(execution._ActorClassCache().get(CellTrial)._default_options["runtime_env"] or {})
+
+    with ray_tune._quiet():
+        assert not environment().get("env_vars")
+    assert environment()["env_vars"]["PL_DISABLE_FORK"] == "1"
