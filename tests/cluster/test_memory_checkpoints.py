@@ -28,6 +28,7 @@ from raydist.cluster.run.memory_checkpoints import MemoryCheckpoints
 from raydist.cluster.run.memory_store import PIECE_BYTES, MemoryStore, start_actor
 from raydist.cluster.session import open_session, worker_environment
 from raydist.run.directory import RunDir, begin_attempt, step_folder
+from tests.needs import MAP_ROOT, require
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +311,43 @@ def test_all_are_asked_if_that_does_not_suffice(nodes: Nodes) -> None:
     assert nodes.job(3, "abcde") == (30, [*first, *rest, ("fetch", "a")])
     nodes.there = dict.fromkeys("abcde", Inventory())
     assert nodes.job(4, "abcde") == (None, [*first, *rest])
+
+
+FULL_SHM = """
+import os
+from pathlib import Path
+from raydist.checkpoint import memory_layout
+from raydist.cluster.run.memory_checkpoint_recovery import Fetch
+from raydist.cluster.run.memory_store import MemoryStore
+from raydist.run.directory import step_folder
+
+store = MemoryStore(memory_layout.new_folder())
+file = store._folder / step_folder(1) / "file"
+file.parent.mkdir(parents=True)
+file.write_bytes(b"1")
+full = Path("/dev/shm/full")
+for size in (1, 10, 1):
+    full.write_bytes(bytes(size << 20))
+    try:
+        print(store.read(1, "file", 0))
+    except OSError as error:
+        print(error)
+    (told,) = store.fetch(1, [Fetch("other", 1, "a")], {"a": None})
+    print(told)
+store.close()
+"""
+
+
+def test_no_piece_is_sent_into_a_full_shared_memory() -> None:
+    """In a mount namespace with 24 MiB in /dev/shm: a file is neither served nor asked for where Ray would put it into shared
+    memory that is nearly full, because that ends Ray's raylet."""
+    require("util-linux")
+    mounted = 'mount -t tmpfs -o size=24m,mode=1777 tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", *MAP_ROOT, "sh", "-c", mounted, "sh", sys.executable, "-c", FULL_SHM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    full = "[Errno 28] 13 MiB are free, 16 are needed: '/dev/shm'"
+    asked = "other: AttributeError: 'NoneType' object has no attribute 'read'"
+    assert done.stdout.splitlines() == ["b'1'", asked, full, f"other: OSError: {full}", "b'1'", asked]
 
 
 def test_what_killed_runs_left_goes(tmp_path: Path) -> None:

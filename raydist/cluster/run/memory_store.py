@@ -11,6 +11,7 @@ A node's buddy is the node that keeps copies of its files. Training never waits 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -25,12 +26,15 @@ from typing import Any
 
 from raydist.checkpoint import memory_layout
 from raydist.checkpoint.manifest import Manifest
-from raydist.checkpoint.memory_layout import BELL, BUDDY, Shard
+from raydist.checkpoint.memory_layout import BELL, BUDDY, SHM, Shard
 from raydist.cluster.run.memory_checkpoint_recovery import Copy, Fetch, Inventory
 from raydist.run.directory import CHECKPOINTS, manifest_attempt, step_folder
 
 PIECE_BYTES = 8 << 20
 """Bytes of one message between nodes."""
+_ROOM_BYTES = 2 * PIECE_BYTES
+"""Free shared memory without which no piece is sent. Ray stores pieces there on both nodes, and where it is full Ray's raylet ends
+by SIGBUS: the whole node would be lost. One piece's room is for the file in which it arrives."""
 _PIECE_S = 20.0
 
 # Waits until the memory store's process, the only one that holds the pipe, has ended, and then until no rank uses the folder.
@@ -111,7 +115,8 @@ class MemoryStore:
         return Inventory(files, copies, {file: size for file, size in buddy.items() if file not in files})
 
     def read(self, step: int, name: str, start: int) -> bytes:
-        """At most PIECE_BYTES of a file, from byte `start`. Raises FileNotFoundError."""
+        """At most PIECE_BYTES of a file, from byte `start`. Raises FileNotFoundError, and OSError if shared memory is full."""
+        _check_room()
         with self._path(step, name).open("rb", buffering=0) as file:
             file.seek(start)
             piece = file.read(PIECE_BYTES)
@@ -212,7 +217,7 @@ class MemoryStore:
     def _copy(self) -> None:
         while (wanted := self._wanted.get()) is not None:
             source, step, name, kept = wanted
-            with contextlib.suppress(Exception):  # overwritten meanwhile, or its node is gone
+            with contextlib.suppress(Exception):  # overwritten meanwhile, its node is gone, or there is no room
                 path = self._folder / BUDDY / step_folder(step) / name
                 if kept != step:  # at most two at a time; the newest complete one is removed last
                     self._forget(name, {kept, step})
@@ -236,15 +241,19 @@ class MemoryStore:
                     path.parent.rmdir()
 
 
+def _check_room() -> None:
+    space = os.statvfs(SHM)
+    if (free := space.f_bavail * space.f_frsize) < _ROOM_BYTES:
+        raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free, {_ROOM_BYTES >> 20} are needed", str(SHM))
+
+
 def _pull(source: Any, step: int, name: str, path: Path) -> None:
     """Reads a file of another MemoryStore in pieces, and renames it to `path` when its hash is the one in its name."""
-    import ray
-
     part = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}")
     try:
         size = 0
         with part.open("xb", buffering=0) as file:
-            while piece := ray.get(source.read.remote(step, name, size), timeout=_PIECE_S):
+            while piece := _piece(source, step, name, size):
                 rest = memoryview(piece)
                 while rest:
                     rest = rest[file.write(rest) :]
@@ -257,6 +266,15 @@ def _pull(source: Any, step: int, name: str, path: Path) -> None:
         part.rename(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _piece(source: Any, step: int, name: str, start: int) -> bytes:
+    """See `MemoryStore.read`."""
+    import ray
+
+    _check_room()
+    piece: bytes = ray.get(source.read.remote(step, name, start), timeout=_PIECE_S)
+    return piece
 
 
 def _attempt(name: str) -> int | None:
