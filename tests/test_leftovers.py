@@ -22,6 +22,8 @@ def test_leaves():
     kept.append(listening)
     sleeping = subprocess.Popen(["sleep", "600"], start_new_session=True)
     kept.append(sleeping)
+    while not Path(f"/proc/{{sleeping.pid}}/environ").read_bytes():
+        pass  # Popen returns before exec has written what a process is recognised by
     Path({shm!r}).write_text("")
     kept.append(tempfile.mkdtemp())
     Path("left").write_text(f"{{sleeping.pid}} {{listening.getsockname()[1]}} {{kept[-1]}}")
