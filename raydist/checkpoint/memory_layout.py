@@ -43,6 +43,9 @@ PEERS = "vault_peers"
 _PREFIX = "raydist-{uid}-"
 _SHARD = re.compile(r"shard-(\d+)-of-(\d+)-(\d+)-([0-9a-f]{32})\.bin")
 _READ_BYTES = 8 << 20
+MESSAGE_ROOM = 16 << 20
+"""Free bytes of shared memory without which nodes send no piece of a copy, of 8 MiB. Ray puts it there on both nodes, and where
+there is no room Ray's raylet ends by SIGBUS: the whole node would be lost. The other 8 are for the file in which it arrives."""
 
 
 @dataclass(frozen=True, slots=True)

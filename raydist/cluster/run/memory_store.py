@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import queue
+import shutil
 import socket
 import subprocess
 import sys
@@ -26,15 +27,12 @@ from typing import Any
 
 from raydist.checkpoint import memory_layout
 from raydist.checkpoint.manifest import Manifest
-from raydist.checkpoint.memory_layout import BELL, BUDDY, SHM, Shard
+from raydist.checkpoint.memory_layout import BELL, BUDDY, MESSAGE_ROOM, SHM, Shard
 from raydist.cluster.run.memory_checkpoint_recovery import Copy, Fetch, Inventory
 from raydist.run.directory import CHECKPOINTS, manifest_attempt, step_folder
 
 PIECE_BYTES = 8 << 20
 """Bytes of one message between nodes."""
-_ROOM_BYTES = 2 * PIECE_BYTES
-"""Free shared memory without which no piece is sent. Ray stores pieces there on both nodes, and where it is full Ray's raylet ends
-by SIGBUS: the whole node would be lost. One piece's room is for the file in which it arrives."""
 _PIECE_S = 20.0
 
 # Waits until the memory store's process, the only one that holds the pipe, has ended, and then until no rank uses the folder.
@@ -242,9 +240,8 @@ class MemoryStore:
 
 
 def _check_room() -> None:
-    space = os.statvfs(SHM)
-    if (free := space.f_bavail * space.f_frsize) < _ROOM_BYTES:
-        raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free, {_ROOM_BYTES >> 20} are needed", str(SHM))
+    if (free := shutil.disk_usage(SHM).free) < MESSAGE_ROOM:
+        raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free, {MESSAGE_ROOM >> 20} are needed", str(SHM))
 
 
 def _pull(source: Any, step: int, name: str, path: Path) -> None:

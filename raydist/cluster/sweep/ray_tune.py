@@ -322,6 +322,7 @@ def _quiet() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in _QUIET}
     os.environ.update(_QUIET)
     counts, air_usage.tag_callbacks = air_usage.tag_callbacks, lambda callbacks: False
+    # With variables of their own Ray Tune's actors cannot be forked (ray_private.py); these actors need none.
     variables = class_cache.DEFAULT_ENV_VARS, class_cache.ENV_VARS_TO_PROPAGATE
     class_cache.DEFAULT_ENV_VARS, class_cache.ENV_VARS_TO_PROPAGATE = {}, set()
     try:

@@ -101,7 +101,10 @@ class MemoryCheckpointer:
         buddies = max(totals.values()) if len(totals) > 1 else 0
         for node, total in totals.items():
             shm, memory = next((s, m) for n, _, s, m, _ in every if n == node)
-            problem = memory_layout.no_room({"its ranks": 2 * total, "its buddy's": 2 * buddies}, shm, memory) or ""
+            needed = {"its ranks": 2 * total, "its buddy's": 2 * buddies}
+            if buddies:
+                needed["messages between nodes"] = memory_layout.MESSAGE_ROOM
+            problem = memory_layout.no_room(needed, shm, memory) or ""
             problems += [problem] if problem else []
         if problems and self._every != "auto":
             raise UserError(problems[0])

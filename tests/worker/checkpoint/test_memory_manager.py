@@ -23,6 +23,7 @@ from raydist.errors import UserError
 from raydist.run.directory import RunDir, begin_attempt
 from raydist.spec import JobSpec
 from raydist.worker.attempt import Job, MonitorChannel
+from raydist.worker.checkpoint import memory_manager
 from raydist.worker.checkpoint.memory_manager import MemoryCheckpointer, MemoryStoreJob
 from raydist.worker.checkpoint.memory_saver import MemorySaver, Slot
 from raydist.worker.checkpoint.staging import Stage
@@ -334,7 +335,7 @@ def test_no_room_in_shared_memory(ranks: Any, dataset: str, tmp_path: Path, fold
     """With a fixed interval it is refused with the sizes and the remedy; by default training continues without snapshots, with a
     note."""
     spec = spec_of(dataset, every=every)
-    results = ranks.run(no_room, 2, spec, str(tmp_path), str(folder))
+    results = ranks.run(little_room, 2, spec, str(tmp_path), str(folder), 4096, False)
     if every == "auto":
         steps, events = results[0]
         assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
@@ -347,12 +348,26 @@ def test_no_room_in_shared_memory(ranks: Any, dataset: str, tmp_path: Path, fold
     assert not list(folder.glob("checkpoints/*"))
 
 
-def no_room(rank: Rank, spec: JobSpec, path: str, folder: str) -> Any:
-    found, memory_layout.room = memory_layout.room, lambda folder: (4096, 1 << 40, 0)
+def test_room_for_messages_between_nodes(ranks: Any, dataset: str, tmp_path: Path, folder: Path) -> None:
+    """Copies that leave no room for what nodes send each other are refused; on one node they fit."""
+    spec = spec_of(dataset, every=2)
+    for result in ranks.run(little_room, 2, spec, str(tmp_path / "two"), str(folder), 8 << 20, True):
+        assert isinstance(result, UserError)
+        assert "0.02 GiB for messages between nodes a node, and /dev/shm has 0.01 GiB free" in result.message
+    steps, _ = ranks.run(little_room, 2, spec, str(tmp_path / "one"), str(folder), 8 << 20, False)[0]
+    assert len(steps) == STEPS
+
+
+def little_room(rank: Rank, spec: JobSpec, path: str, folder: str, free: int, two: bool) -> Any:
+    """Trains with so many bytes free in shared memory. `two`: as if each rank were on a node of its own."""
+    room, node = memory_layout.room, memory_manager._node
+    memory_layout.room = lambda folder: (free, 1 << 40, 0)
+    if two:
+        memory_manager._node = lambda: f"node of rank {rank.rank}"
     try:
         return trained(rank, spec, path, {"folder": folder}, 1)
     finally:
-        memory_layout.room = found
+        memory_layout.room, memory_manager._node = room, node
 
 
 def test_a_full_shared_memory_is_no_bus_error(kit: Any, tmp_path: Path) -> None:
