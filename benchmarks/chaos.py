@@ -192,6 +192,12 @@ def missing(wanted: Sequence[Fault], events: Sequence[Event]) -> list[str]:
     return left
 
 
+def reasons(events: Sequence[Event]) -> list[str]:
+    """What the run says of the faults that have not happened."""
+    told = [event.data["text"] for event in events if event.kind == "note"]
+    return [text for text in told if text.startswith("the fault ")]
+
+
 def traces() -> set[str]:
     """What a run may leave on this host besides processes: names in /dev/shm and /tmp, and ports that raydist's processes hold."""
     names = {str(p) for folder in ("/dev/shm", tempfile.gettempdir()) for p in Path(folder).glob("raydist-*")}
@@ -299,11 +305,11 @@ def main() -> None:
     print(f"\n{happened} of {count} faults in {wall:.0f} s, {steps} steps; goodput {useful / wall:.2f}")
     for check, holds in checks.items():
         print(f"{'ok' if holds else 'FAILED':7s}{check}")
-    print(*unlike, sep="\n")
+    print(*unlike, *reasons(events), sep="\n")
     asked_for = {"seed": options.seed, "hosts": of_hosts, "mesh": job.get("parallel", {})}
     result = {**asked_for, "steps": steps, "wall_s": wall, "goodput": useful / wall, "checks": checks}
     name = next((f"chaos_{kind}" for kind in ("hosts", "mesh", "elastic") if getattr(options, kind)), "chaos")
-    print(write(name, {**result, "incidents": json.loads(json.dumps(table))}))
+    print(write(name, {**result, "not_injected": reasons(events), "incidents": json.loads(json.dumps(table))}))
     sys.exit(0 if all(checks.values()) else 1)
 
 
