@@ -167,6 +167,7 @@ class _Attempt:
         self._port = agent.take_port()
         self._started = threading.Event()
         self._process: Process | None = None
+        self._killed = False
         self._result: dict[str, Any] = {}
         self._output: Output | None = None
         self._thread = threading.Thread(target=self._run, name="raydist-attempt", daemon=True)
@@ -174,7 +175,8 @@ class _Attempt:
 
     def kill(self) -> None:
         self._started.wait()
-        if self._process is not None:
+        if self._process is not None and not self._process.ended.is_set():
+            self._killed = True
             self._agent.server.kill(self._process)
 
     def wait_for_output(self, timeout_s: float) -> None:
@@ -198,12 +200,14 @@ class _Attempt:
                         report_at = time.monotonic() + _REPORT_AGAIN_S
             seen, silent = time.time(), self._reader.look().seconds
             if not self._result:
-                starved = memory.why() if process.how == "SIGKILL" else ""
+                ordered = self._killed and process.how == "SIGKILL"
+                starved = memory.why() if process.how == "SIGKILL" and not ordered else ""
                 self._result["died"] = {
                     "pid": process.pid,
                     "node_ip": agent.node_ip,
                     "how": process.how,
                     "starved": starved,
+                    "ordered": ordered,
                 }
         except Exception as error:
             seen, silent = time.time(), 0.0

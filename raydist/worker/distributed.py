@@ -141,6 +141,7 @@ def start(
             device_id=device.value if device.value.type == "cuda" else None,
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
+        control.bound_device_id = None  # the world's, with which torch's barrier would be one of a CUDA tensor
         if secret:
             rendezvous.prove(control, secret)
             rendezvous.prove(dist.distributed_c10d._get_default_group(), secret)

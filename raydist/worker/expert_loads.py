@@ -65,6 +65,8 @@ class ExpertLoads(StepHook):
         self._sent = 0
         self.loads: dict[str, torch.Tensor] = {}
         """Layer -> tokens of each expert in the last step, of all ranks; int64 [E] on the host."""
+        self._summed: dict[str, torch.Tensor] = {}
+        """The same on the device."""
         self._found = self._none
         """Of the last step, on the host: the loads of all layers, the bits of their biases, and what was sent."""
         self._due = False
@@ -108,7 +110,7 @@ class ExpertLoads(StepHook):
         if self._rank.world_size > 1:
             dist.all_reduce(sums)
         self._found = found = sums.cpu()
-        self.loads = dict(zip(self._counts, torch.split(found[: self._experts], [*self._counts.values()]), strict=True))
+        self.loads, self._summed = (self._by_layer(all_loads[: self._experts]) for all_loads in (found, sums))
         self.imbalance = max(float(load.max() * len(load) / load.sum().clamp(min=1)) for load in self.loads.values())
         self.exchanged = int(found[-1])
         self._due = self._every is not None and step.number % self._every == 0
@@ -134,9 +136,12 @@ class ExpertLoads(StepHook):
 
     @torch.no_grad()
     def updated(self, step: Step) -> None:
-        """Moves the biases. Every rank that has a layer does the same."""
+        """Moves the biases. Every rank that has a layer does the same, and on CUDA none waits for its device."""
         for name, layer in self._layers.items():
-            layer.move_bias(self.loads[name])
+            layer.move_bias(self._summed[name])
+
+    def _by_layer(self, loads: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(self._counts, torch.split(loads, [*self._counts.values()]), strict=True))
 
     def _sent_so_far(self) -> int:
         return sum(exchange.sent for exchange in self._exchanges)

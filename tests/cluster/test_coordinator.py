@@ -15,7 +15,7 @@ from raydist.cluster.run.root_cause import rank_error, root_cause
 from raydist.ipc import RENDEZVOUS_SECRET
 
 OUTCOME = {"outcome": {"status": "finished"}, "at": 1.0}
-DIED = {"died": {"pid": 7, "node_ip": "10.0.0.1", "how": "SIGKILL", "starved": ""}, "at": 2.0}
+DIED = {"died": {"pid": 7, "node_ip": "10.0.0.1", "how": "SIGKILL", "starved": "", "ordered": False}, "at": 2.0}
 
 
 def error(message: str, at: float = 1.0) -> dict[str, Any]:
@@ -171,6 +171,60 @@ def test_a_lost_agents_place_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test())
 
 
+def test_ranks_that_were_killed_for_it_are_no_cause() -> None:
+    """Whatever the clocks of their hosts say: neither of a rank that died, nor of one that only lost a peer."""
+    killed = {"died": {**DIED["died"], "ordered": True}, "at": 1.5}
+
+    async def test() -> None:
+        lost_a_peer = error("Connection closed by peer [10.0.0.2]:5", at=2.0)
+        for number, (first, kind, message) in enumerate(
+            (
+                (DIED, "worker_died", "exited without reporting an error (SIGKILL)"),
+                (lost_a_peer, "user_error", "closed by peer"),
+            )
+        ):
+            made, _ = await ready(size=3)
+            await made.begin(number + 1, {}, 3)
+            for rank in range(3):
+                await made.ended(1, rank, number + 1, first if rank == 1 else killed)
+            reports = await made.result(number + 1)
+            found = [failed for rank, report in reports.items() if (failed := rank_error(rank, report)) is not None]
+            cause = root_cause(found)
+            assert (len(found), cause.rank) == (2, 1 if first is DIED else 0)
+            assert message in cause.cause
+            assert sum(report["ranks"] for report in reports.values()) == 3
+            assert found[0].kind in (kind, "communication")
+
+    run(test())
+
+
+def test_a_rank_that_does_not_end_after_a_kill_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs in the kernel, or its fork server does: the attempt is over without it, and its agent is told to exit. The cause
+    remains. So it is when the driver cancels the attempt."""
+
+    async def test() -> None:
+        monkeypatch.setattr(coordinator, "KILL_S", 0.1)
+        for cancelled in (False, True):
+            made, waiting = await ready(size=3)
+            await made.begin(1, {}, 3)
+            await asyncio.gather(*waiting)
+            result = asyncio.create_task(made.result(1))
+            await asyncio.sleep(0)
+            if cancelled:
+                await made.cancel()
+            else:
+                await made.ended(1, 0, 1, error("no such column"))
+                await made.ended(1, 2, 1, DIED)
+            reports = await result
+            found = [failed for rank, report in reports.items() if (failed := rank_error(rank, report)) is not None]
+            assert "rank 1 on node node1 (h1) has not ended" in str(found) or cancelled
+            assert root_cause(found).cause.startswith("NotKilled" if cancelled else "RuntimeError: no such column")
+            assert [lives for _, lives in await made.nodes()] == ([False] * 3 if cancelled else [True, False, True])
+            assert (await made.next(1, 1, 3, offer(1)))["do"] == "leave"
+
+    run(test())
+
+
 def test_a_node_that_is_heard_again_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was found out about it while it was silent does not count later."""
 
@@ -299,10 +353,11 @@ def test_calls_of_a_node_in_one_message() -> None:
 
 
 def test_too_few_agents() -> None:
-    """An attempt without enough agents fails before it begins, with the reason."""
+    """An attempt without enough agents fails before it begins, with the reason; that a node is no longer used is none."""
 
     async def test() -> None:
-        made, _ = await ready()
+        made, _ = await ready(size=3)
+        await made.retire(["node0"])
         await made.agent_died(1, 1, {"type_name": "WorkerDied", "message": "gone", "kind": "worker_died"})
         await made.begin(1, {}, 2)
         (report,) = (await made.result(1)).values()
@@ -521,13 +576,15 @@ def test_a_cancelled_attempt_costs_no_agent() -> None:
         await asyncio.sleep(0)
         late = await made.next(1, 1, 1, offer(1))
         assert late["do"] == "train"
-        await cancelled
+        while made._order["do"] != "kill":
+            await asyncio.sleep(0)
         for number, heard in enumerate([*seen, late["number"]]):
             assert (await made.next(1, number, heard, offer(number)))["do"] == "kill"
             await made.ended(1, number, 1, DIED)
         assert {rank: (report["died"], report["ranks"]) for rank, report in (await result).items()} == {
             0: (DIED["died"], 2)
         }
+        await cancelled
         await made.cancel()  # there is nothing to end any more
         assert await made.nodes() == [("node0", True), ("node1", True)]
         again = [asyncio.create_task(made.next(1, number, 3, offer(number))) for number in (0, 1)]

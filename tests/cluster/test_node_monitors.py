@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import ray
 
+from raydist.cluster.run import monitor_client as client_module
 from raydist.cluster.run import node_monitors as agents_module
+from raydist.cluster.run.monitor_client import MonitorClient
 from raydist.cluster.run.node_monitors import NodeMonitors
 from raydist.cluster.session import open_session, worker_environment
 from raydist.ipc import mailbox
@@ -45,12 +47,19 @@ class Monitor:
         self._rows: list[dict[str, Any]] = []
         self._events: list[dict[str, Any]] = []
         self._exported: list[dict[str, Any]] = []
+        self._begun: list[tuple[int, int, int]] = []
         self._free = threading.Event()
         self._free.set()
 
     def observe(self, rows: list[dict[str, Any]], sent: float) -> None:
         self._free.wait()
         self._rows += rows
+
+    def begin_attempt(self, number: int, world_size: int, step: int) -> None:
+        self._begun.append((number, world_size, step))
+
+    def begun(self) -> list[tuple[int, int, int]]:
+        return self._begun
 
     def push(self, records: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
         self._events += events
@@ -138,6 +147,26 @@ def kill(actor: Any) -> int:
     pid = pid_of(actor)
     os.kill(pid, signal.SIGKILL)
     return pid
+
+
+def test_a_runs_monitor_that_hangs_is_replaced_and_ends_with_the_run(
+    node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped when an attempt begins: Ray starts another one, which learns of the attempt. After the run it ends, though its
+    handle was sent to node monitors."""
+    monkeypatch.setattr(client_module, "_HANGS_S", 0.5)
+    actor = ray.remote(Monitor).options(num_cpus=0, max_restarts=-1, max_concurrency=4).remote()
+    client = MonitorClient(actor)
+    agents = NodeMonitors(RunDir(tmp_path), actor, 0.1, private=False, env={}, note=lambda text: None)
+    agents.watch([node])
+    pid = until(lambda: pid_of(actor))
+    os.kill(pid, signal.SIGSTOP)
+    client.begin_attempt(2, 4, 7)
+    assert ray.get(actor.begun.remote()) == [(2, 4, 7)]
+    assert pid_of(actor) != pid
+    agents.close()
+    client.close()
+    until(lambda: gone(actor))
 
 
 def test_killed_agents_and_monitors_cost_rows_only(

@@ -32,7 +32,11 @@ SMALL = 64
 TIMES = 4
 SLACK = 1.5
 """How much more than in proportion: for logarithms, and sets that are built in one size only. A square would be 4 here."""
-DIED = {"died": {"pid": 7, "node_ip": "10.0.0.1", "how": "SIGKILL", "starved": ""}, "at": 2.0, "silent_s": 0.0}
+DIED = {
+    "died": {"pid": 7, "node_ip": "10.0.0.1", "how": "SIGKILL", "starved": "", "ordered": False},
+    "at": 2.0,
+    "silent_s": 0.0,
+}
 
 
 class Name(str):

@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raydist import registry
 from raydist.worker import build, distributed
+from raydist.worker.comm import compressors
 from raydist.worker.mesh import Mesh
 from raydist.worker.metrics.collective_counters import CollectiveCounters
-from tests.gpu.device import CUDA, DEVICE, VOCAB, Trainer, alone, job
+from tests.gpu.device import CUDA, DEVICE, VOCAB, Trainer, alone, cuda_only, job
 
 N = 1 << 20
 BYTES = 4 * N
@@ -71,6 +72,41 @@ def test_every_collective_is_counted_and_timed_by_the_device() -> None:
             assert 0 < total.seconds < 1
             assert 0 <= total.exposed_seconds < 1
     assert totals["all_reduce"].exposed_seconds > 0
+
+
+@cuda_only
+def test_what_is_beside_training_is_not_waited_for() -> None:
+    """Another stream's wait is not training's, whose engine waits for the collective; a barrier on the host is timed there."""
+    control = dist.new_group(backend="gloo")
+    control.bound_device_id = None
+    x, other = torch.ones(N, device=DEVICE), torch.cuda.Stream(DEVICE)
+    dist.all_reduce(x)
+    log = CollectiveCounters(DEVICE)
+    log.install()
+    try:
+        with log.backward():
+            work = dist.all_reduce(x, async_op=True)
+            other.wait_stream(torch.cuda.current_stream(DEVICE))
+            assert [call.waited for _, call in log._backward or ()] == [False]
+        assert work is not None
+        dist.barrier(group=control)
+        torch.cuda.synchronize()
+        totals = log.totals()
+    finally:
+        log.close()
+    assert log.problem is None
+    assert (totals["all_reduce"].count, totals["other"].count) == (1, 1)
+    assert totals["all_reduce"].exposed_seconds > 0
+
+
+@cuda_only
+def test_two_streams_have_no_scratch_in_common() -> None:
+    """One thread launches what several lanes compress, each on a stream of its own."""
+    like, found = torch.empty(N, device=DEVICE), []
+    for _ in range(2):
+        with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
+            found.append(compressors.scratch(like))
+    assert found[0].data_ptr() != found[1].data_ptr()
 
 
 def ddp(watched: bool) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from raydist.launch.control_connection import OFFER, ControlClient, ControlServe
 from raydist.launch.relay import MergedCalls
 
 HOST = "127.0.0.1"
-DIED = {"died": {"pid": 7, "node_ip": HOST, "how": "SIGKILL", "starved": ""}, "silent_s": 0.0}
+DIED = {"died": {"pid": 7, "node_ip": HOST, "how": "SIGKILL", "starved": "", "ordered": False}, "silent_s": 0.0}
 FRAMES = {"relay": 9, "coordinator": 9}
 """Frames of the side in the run of `trained`, of which each is cut; there are more, of beats."""
 

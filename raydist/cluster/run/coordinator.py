@@ -24,12 +24,11 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from raydist.cluster.run.agents import Agent, gone
-from raydist.cluster.run.root_cause import Reports, by_this_clock
-from raydist.diagnosis._hang import RankView, judge
+from raydist.cluster.run.agents import Agent, first_lost, gone, not_killed
+from raydist.cluster.run.root_cause import Reports, by_this_clock, hung
 from raydist.ipc import RENDEZVOUS_SECRET
 from raydist.launch.control_connection import ControlServer
 from raydist.launch.rendezvous import new_secret, rank_variables
@@ -39,6 +38,7 @@ CAUSE_S = 2.0
 VIEW_S = 8.0
 """How long the agents may take to look at their ranks: 3 s, and the time to write the stacks to storage."""
 _OF_AGENTS = frozenset({"next", "beat", "ended", "late", "seen"})
+KILL_S = 60.0  # how long a rank may take to end after SIGKILL, which frees its memory
 _ECHO_S, _ECHO_RANK_S = 0.1, 20e-6
 _ECHOES = 50
 """As long as one of so many ranks reports the loss of a peer in each interval, others probably will; plus the messages' time."""
@@ -99,7 +99,7 @@ class Coordinator:
         self._attempt, self._monitor, self._begun = attempt, monitor, time.monotonic()
         if len(chosen) < size:
             self._clear({})
-            why = next(agent.lost for agent in self._agents.values() if agent.lost is not None)
+            why = first_lost(self._agents.values())
             self._report(0, {"lost": {**why, "rank": None, "at": time.time()}, "at": time.time(), "silent_s": 0.0})
             return
         self._clear(dict(zip(chosen, rank_variables([self._agents[n].offer for n in chosen]), strict=True)))
@@ -116,26 +116,25 @@ class Coordinator:
         assert attempt == self._attempt
         watch = asyncio.create_task(self._watch())
         try:
-            hung: dict[int, dict[str, Any]] = {}
-            while not hung:
+            late: dict[int, dict[str, Any]] = {}
+            while not late:
                 self._late = False
                 await self._until(lambda: self._over() or self._reports.failed or self._late)
                 if self._over() or self._reports.failed:
                     break
-                hung = await self._look(attempt)
+                late = await self._look(attempt)
             if not self._over():
-                if not hung:
+                if not late:
                     await self._until(lambda: self._over() or self._reports.cause_known, CAUSE_S)
                     if self._reports.raised:
                         # Rank 0 may have raised as well, and may still be sending its last records.
                         await self._until(lambda: 0 in self._reports.ended, CAUSE_S)
                     await self._echoes()
                 await self._kill()
-                await self._until(self._over)
         finally:
             watch.cancel()
-        if hung:  # the other ranks were killed: their reports are no cause
-            return {rank: report for rank, report in self._reports.kept.items() if "outcome" in report} | hung
+        if late:  # the other ranks were killed: their reports are no cause
+            return {rank: report for rank, report in self._reports.kept.items() if "outcome" in report} | late
         return self._reports.kept
 
     async def silent(self, attempt: int, known: set[str]) -> set[str] | None:
@@ -161,11 +160,20 @@ class Coordinator:
             await self._until(self._over, _ECHO_S + _ECHO_RANK_S * len(self._ranks))
 
     async def _kill(self) -> None:
-        """First waits until every agent has its order to train: an agent receives only the newest order, and this one."""
+        """First waits until every agent has its order to train: an agent receives only the newest order, and this one. Returns when
+        the attempt is over; an agent whose rank has not ended by then is lost.
+        """
         attempt = self._attempt
-        await self._until(lambda: not self._without_order)
+        await self._until(lambda: attempt != self._attempt or not self._without_order, KILL_S)
+        if attempt != self._attempt:
+            return
+        await self._command("kill", attempt=attempt)
+        await self._until(lambda: attempt != self._attempt or self._over(), KILL_S)
         if attempt == self._attempt:
-            await self._command("kill", attempt=attempt)
+            for rank, number in self._agent_of.items():
+                if rank not in self._reports.ended:
+                    self._lose(number, not_killed(self._agents[number], rank, KILL_S))
+            self._notify()
 
     async def _look(self, attempt: int) -> dict[int, dict[str, Any]]:
         """Asks all agents for a view of their ranks. The report of the rank to blame, if there is one."""
@@ -174,11 +182,7 @@ class Coordinator:
         await self._until(lambda: self._reports.failed or len(self._views) == len(self._ranks), VIEW_S)
         if self._reports.failed or not self._views:
             return {}
-        verdict = judge({rank: RankView(**view) for rank, view in self._views.items()})
-        if verdict.rank is None:
-            return {}
-        silent, now = self._views[verdict.rank]["seconds"], {"at": time.time(), "seen": time.monotonic()}
-        return {verdict.rank: {"hung": verdict.why, "sides": verdict.sides, "silent_s": silent, **now}}
+        return hung(self._views, {"at": time.time(), "seen": time.monotonic()})
 
     async def reports(self) -> dict[int, dict[str, Any]]:
         """The reports of the present attempt so far: see `Reports.kept`."""
@@ -193,11 +197,10 @@ class Coordinator:
         """The id of the group's placement group; None before the first agent has called `next`."""
         return next((agent.offer.get("placement_group") for agent in self._agents.values()), None)
 
-    async def retire(self, nodes: Iterable[str]) -> None:
+    async def retire(self, nodes: Collection[str]) -> None:
         """Ends the agents on those nodes. Not during an attempt."""
-        left = set(nodes)
         for agent in self._agents.values():
-            if agent.offer["node"] in left and agent.lost is None:
+            if agent.offer["node"] in nodes and agent.lost is None:
                 agent.lost = gone("Retired", "its node is no longer used")
                 agent.wake()
         self._notify()
@@ -376,8 +379,7 @@ class Coordinator:
 
     async def _command(self, do: str, **what: Any) -> None:
         self._order = {"number": self._order["number"] + 1, "do": do, **what}
-        if do == "train":
-            self._train = self._order
+        self._train = self._order if do == "train" else self._train
         for agent in self._agents.values():
             agent.wake()
         self._notify()

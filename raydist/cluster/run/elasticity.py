@@ -25,6 +25,7 @@ _START_S = 120.0
 """How long a run's first workers may wait for their resources."""
 _GROWING_LOOKS = 3
 """The run grows when it has found room for more workers this many times in a row."""
+_RESIZE = "resize"
 _FORGIVE_S = 10.0
 """How long after its loss, at the earliest, a lost node is asked again."""
 
@@ -227,12 +228,14 @@ class Elasticity:
 
     def _end_attempt(self, action: str, because: str) -> None:
         self._monitor.say("decision", action=action, because=f"{because}: one checkpoint, then a new attempt")
-        self._monitor.command(self._stop_request.command(stop=True))
+        self._stop_request.want(_RESIZE, True)
+        self._monitor.command(self._stop_request.command)
 
     def _asked_to_grow(self) -> bool:
         """Whether the last attempt ended to grow. Withdraws the "stop" for the next attempt, unless the user has asked for one."""
         grow = self._grow
         if self._leaving or grow:
             self._leaving, self._grow, self._growing = set(), False, 0
-            self._monitor.command(self._stop_request.command())
+            self._stop_request.want(_RESIZE, False)
+            self._monitor.command(self._stop_request.command)
         return grow

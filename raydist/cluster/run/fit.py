@@ -26,13 +26,15 @@ _ABORT_S = 1.0
 class AttemptResult:
     """How an attempt ended: with the `value` that rank 0 returned, or with a `failure`.
 
-    `seen`: the Unix time at which the failure was detected. `silent_s`: how long the rank had then made no progress.
+    `seen`: the Unix time at which the failure was detected. `silent_s`: how long the rank had then made no progress. `note`: what
+    the user is to know beside the failure.
     """
 
     failure: Failure | None
     value: Any = None
     seen: float = 0.0
     silent_s: float = 0.0
+    note: str = ""
 
 
 class AbortHandle:

@@ -15,7 +15,7 @@ from typing import Any
 
 from raydist.records import Event
 
-_ANSWER_S = 30.0
+_ANSWER_S = _HANGS_S = 30.0
 _SNAPSHOT_S = 5.0
 _AGAIN_S = 0.5
 _LOOK_S = 0.25
@@ -27,7 +27,7 @@ class MonitorClient:
     def __init__(self, actor: Any, lost: Callable[[], bool] = lambda: False) -> None:
         self.actor, self._lost = actor, lost
         self._unsent: list[dict[str, Any]] = []
-        self._sending = threading.Lock()
+        self._sending, self._commanding = threading.Lock(), threading.Lock()
 
     def snapshot(self, seen: int) -> dict[str, Any] | None:
         """The state of the run, with the events from number `seen` on; None if the monitor does not answer."""
@@ -39,25 +39,36 @@ class MonitorClient:
         found = self._ask(self.actor.snapshot, sys.maxsize)
         return int(found["record"]["step"]) if found and found["record"] else 0
 
-    def command(self, command: str | None) -> None:
-        """What the monitor sends to the ranks with its next answer to each: "stop", or None."""
-        self.actor.command.remote(command)
+    def command(self, present: Callable[[], str | None]) -> None:
+        """What the monitor sends to the ranks with its next answer to each: "stop", or None; of calls from two threads, the later
+        one's.
+        """
+        with self._commanding:
+            self.actor.command.remote(present())
 
     def begin_attempt(self, number: int, world_size: int, step: int) -> None:
-        """Tells the monitor of an attempt, before its first record. Returns when the monitor knows. `step`: where it starts."""
-        import ray
-        from ray.exceptions import RayActorError
+        """Tells the monitor of an attempt, before its first record. Returns when the monitor knows. `step`: where it starts.
 
-        deadline = time.monotonic() + _ANSWER_S
+        A monitor that does not answer, as one that is stopped or waits for a dead disk, is killed once. Raises RayError.
+        """
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        deadline, killed = time.monotonic() + _ANSWER_S, False
         while True:
             begun = self.actor.begin_attempt.remote(number, world_size, step)
             try:
-                ray.get(begun, timeout=_ANSWER_S)
+                ray.get(begun, timeout=_ANSWER_S if killed else _HANGS_S)
                 return
             except RayActorError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_AGAIN_S)  # Ray starts it again
+            except GetTimeoutError as error:
+                if killed:
+                    raise GetTimeoutError(f"the run's monitor has not answered for {_HANGS_S + _ANSWER_S:.0f} s") from error
+                ray.kill(self.actor, no_restart=False)  # of a process that is stopped: after 5 s
+                deadline, killed = time.monotonic() + _ANSWER_S, True
 
     def end(self, status: str, cause: str, timeout_s: float | None = None) -> None:
         """The run has ended. Returns when that is on storage. Raises what the monitor raises, and TimeoutError."""
@@ -65,6 +76,16 @@ class MonitorClient:
 
         limit = 2 * _ANSWER_S if timeout_s is None else timeout_s
         ray.get(self.actor.end.remote(status, **({"cause": cause} if cause else {})), timeout=limit)
+
+    def close(self) -> None:
+        """The run is over: the monitor exits. Without this, one on a cluster would stay until the driver ends: Ray keeps an actor
+        whose handle was pickled outside of a call, as for the node monitors.
+        """
+        import ray
+        from ray.exceptions import RayError
+
+        with suppress(RayError):
+            ray.kill(self.actor)
 
     def say(self, kind: str, **data: Any) -> None:
         """Records an event with the present time."""

@@ -122,11 +122,13 @@ class RestartLoop:
                         if value["status"] != "interrupted" or self._stop_request.signals:
                             interrupted = self._stop_request.signals[0] if value["status"] == "interrupted" else None
                             return Ending(value["status"], value["step"], signal=interrupted)
-                        if (ending := self._outage.ending()) is not None:
+                        if (ending := self._silent_head()) is not None:
                             return ending
                         incident = {"over": over, "last_step": self._monitor.last_step()}
                         self._elasticity.leave()
                         continue
+                    if result.note:
+                        self._monitor.note(result.note)
                     last_step = self._monitor.last_step()
                     self._elasticity.lost(group.gone)
                     # The snapshot that this attempt started from is progress too, though it is no checkpoint.
@@ -142,6 +144,15 @@ class RestartLoop:
                 memory_checkpoints.close()
             if node_monitors is not None:
                 node_monitors.close()
+
+    def _silent_head(self) -> Ending | None:
+        """After a checkpoint for a head that is silent: waits until it answers. An Ending, if it does not come back or the user
+        has asked the run to stop. When it has been silent for too long, the main thread ends the run.
+        """
+        while (ending := self._outage.ending()) is not None:
+            if self._outage.dead or self._stop_request.wait(_LOOK_S):
+                return ending
+        return None
 
     @contextlib.contextmanager
     def _headed(self) -> Iterator[None]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raydist import errors
+from raydist.cluster.run.agents import KILLED, NOT_KILLED
+from raydist.diagnosis._hang import RankView, judge
 from raydist.run.lease import SKEW_S
 
 Kind = Literal[
@@ -114,6 +116,17 @@ class Failure:
         return self.kind, _but_numbers(self.cause)
 
 
+def hung(views: Mapping[int, Mapping[str, Any]], now: Mapping[str, float]) -> dict[int, dict[str, Any]]:
+    """The report of the rank that makes the others wait; {} if none does. `views`: the fields of RankView of each rank. `now`: `at`
+    and `seen`.
+    """
+    verdict = judge({rank: RankView(**view) for rank, view in views.items()})
+    if verdict.rank is None:
+        return {}
+    silent = views[verdict.rank]["seconds"]
+    return {verdict.rank: {"hung": verdict.why, "sides": verdict.sides, "silent_s": silent, **now}}
+
+
 def rank_error(rank: int, report: Mapping[str, Any]) -> RankError | None:
     """The error of a rank's report; None if the rank ended without one."""
     if "outcome" in report:
@@ -126,6 +139,8 @@ def rank_error(rank: int, report: Mapping[str, Any]) -> RankError | None:
     if "lost" in report:
         return RankError(**report["lost"])
     died = report["died"]
+    if died["ordered"]:
+        return RankError(rank, KILLED, "the attempt had failed", at=report["at"], kind="communication")
     if died["starved"]:
         return RankError(rank, "OutOfMemory", died["starved"], at=report["at"], kind="out_of_memory")
     message = f"process {died['pid']} on {died['node_ip']} exited without reporting an error ({died['how']})"
@@ -135,8 +150,8 @@ def rank_error(rank: int, report: Mapping[str, Any]) -> RankError | None:
 class Reports:
     """How the ranks of one attempt have ended.
 
-    `ended`: these ranks. `kept`: rank -> report, without those that cannot be the root cause: of the ranks that lost a peer, and of
-    those whose process died, which may be thousands that were killed for it, only the first one's, with their number as `ranks`.
+    `ended`: these ranks. `kept`: rank -> report, without those that cannot be the root cause: of the ranks that lost a peer, of
+    those whose process died, and of those that were killed for it, only the first one's, with their number as `ranks`.
     `failed`: whether a rank has failed; `cause_known`: not only by losing a peer; `raised`: so, and with an exception.
     """
 
@@ -163,7 +178,7 @@ class Reports:
         if not echo and "died" not in report:
             self.kept[rank] = report
             return
-        kind = "echo" if echo else error.kind
+        kind = error.type_name if _of_ours(error) else "echo" if echo else error.kind
         this = (math.inf if error.at is None else error.at), rank
         ranks = 1
         if (first := self._first.get(kind)) is not None:
@@ -197,6 +212,11 @@ def _names(*roots: type[BaseException]) -> frozenset[str]:
 
 # WorkerFailed is raised when no restart is left: the one TrainingStopped that a restart may repair.
 _NEVER_HEALS = _names(errors.UserError, errors.TrainingStopped, errors.SpecChanged) - {"WorkerFailed"}
+
+
+def _of_ours(error: RankError) -> bool:
+    """Whether the rank was killed because another one had failed: by the clock of its host that may be earlier."""
+    return error.kind == "communication" and error.type_name in (KILLED, NOT_KILLED)
 
 
 def is_echo(error: RankError) -> bool:
@@ -285,7 +305,9 @@ def root_cause(found: Sequence[RankError]) -> Failure:
     """
 
     def weight(error: RankError) -> tuple[int, float, int]:
-        if error.kind == "user_error" and not is_echo(error):
+        if _of_ours(error):
+            order = 30
+        elif error.kind == "user_error" and not is_echo(error):
             order = 0
         elif error.kind in _DEATHS:
             order = 1 + _DEATHS.index(error.kind)

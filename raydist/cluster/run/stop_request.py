@@ -3,6 +3,7 @@
 Runs in: the driver, any thread and signal handlers. Neither torch nor ray.
 
     set by:   Supervisor: the signal handler, `raydist stop`, and `stop` and `cancel` for a sweep's trial
+              Supervisor and Elasticity: `want`, for the ranks only: the head is silent, or the run leaves a node or grows
     read by:  Supervisor (main thread): asks the ranks to stop, aborts at the second signal
               RestartLoop, Elasticity (attempts thread): start no further attempt, end their waits
 """
@@ -13,11 +14,14 @@ import threading
 
 
 class StopRequest:
-    """Requests are only added. No method takes a lock that another thread holds for long: a signal handler may call all of them."""
+    """The user's requests are only added. No method takes a lock that another thread holds for long: a signal handler may call all
+    of them.
+    """
 
     def __init__(self) -> None:
         self._requests: list[tuple[int, bool]] = []
         self._asked = threading.Event()
+        self._reasons: set[str] = set()
 
     def add(self, signal: int, cancel: bool = False) -> None:
         """One more request, as if that signal had come. `cancel`: the run ends at once, and its workers stay for the next run."""
@@ -38,6 +42,10 @@ class StopRequest:
         """Waits that long for a first request. Whether there is one."""
         return self._asked.wait(seconds)
 
-    def command(self, stop: bool = False) -> str | None:
-        """The command for the ranks: "stop" if the user has asked for it, or `stop`; None: train on."""
-        return "stop" if stop or self._requests else None
+    def want(self, why: str, wanted: bool) -> None:
+        """Whether the ranks are to end their attempt after a checkpoint for this reason of the driver's own."""
+        (self._reasons.add if wanted else self._reasons.discard)(why)
+
+    def command(self) -> str | None:
+        """The command for the ranks: "stop", if the user or the driver wants it; None: train on."""
+        return "stop" if self._requests or self._reasons else None

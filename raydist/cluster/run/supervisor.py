@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from types import FrameType
 from typing import Any, Protocol
 
@@ -144,7 +144,8 @@ class Supervisor:
         """
         stop_request = self._stop_request
         attempts = threading.Thread(target=self._train, name="raydist-attempts", daemon=True)
-        with handling(self._on_signal) if signals else nullcontext(), closing(self._outage):
+        with ExitStack() as last, handling(self._on_signal) if signals else nullcontext(), closing(self._outage):
+            last.callback(self._end_monitor)
             attempts.start()
             acted, forced = 0, None
             while attempts.is_alive():
@@ -209,7 +210,8 @@ class Supervisor:
         if change != "same":
             silent = f"{outage.why()}: saving a checkpoint; the run stops{'' if outage.dead else ' unless the head responds'}"
             self._view.note(silent if change == "silent" else f"Ray's head at {outage.address} answers again")
-            self._monitor.command(self._stop_request.command(change == "silent"))
+            self._stop_request.want("head", change == "silent")
+            self._monitor.command(self._stop_request.command)
         return False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -220,7 +222,7 @@ class Supervisor:
             return
         if count == 1:
             self._view.note("stopping: one checkpoint, then a clean end (again to end at once)")
-            self._monitor.command(self._stop_request.command())
+            self._monitor.command(self._stop_request.command)
         else:
             self._abort()
 
@@ -253,6 +255,10 @@ class Supervisor:
             # The run's own cause is the error to report.
             self._view.note(f"the run's end could not be written down: {error}")
 
+    def _end_monitor(self) -> None:
+        if not (head_monitor.lost or self._outage.silent):
+            self._monitor.close()
+
     def _show(self, last: bool = False) -> None:
         if self._injector is not None:
             self._injector.look()
@@ -264,8 +270,8 @@ class Supervisor:
         if snapshot is None:
             return
         self._seen = snapshot["next"]
-        if self._stop_request.signals and snapshot["command"] is None and not last:
-            self._monitor.command(self._stop_request.command())  # the monitor was restarted and has lost the command
+        if self._stop_request.command() and snapshot["command"] is None and not last:
+            self._monitor.command(self._stop_request.command)  # the monitor was restarted and has lost the command
         for raw in snapshot["events"]:
             if raw["kind"] == "attempt_started":
                 self._attempt = int(raw["attempt"])

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from raydist.cluster import nodes
+from raydist.cluster.run.agents import NOT_KILLED
 from raydist.cluster.run.fit import AbortHandle, AttemptResult, WorkerKind, run_attempt
 from raydist.cluster.run.root_cause import Failure, is_echo, rank_error, root_cause
 from raydist.cluster.session import Session
@@ -66,23 +67,26 @@ class Group:
         ray.get(coordinator.open.remote(number, size))
         self._gathered = coordinator.gathered.remote()
         self._abort = AbortHandle()
-        self._result: AttemptResult | None = None
+        self._result: AttemptResult | BaseException | None = None
         folder = os.getcwd()
 
         def fit() -> None:
-            self._result = run_attempt(
-                "raydist.launch.agent:agent",
-                {"coordinator": coordinator, "group": number, "env": dict(kind.env), "folder": folder},
-                session=session,
-                run_name=run_name,
-                workers=size,
-                kind=kind,
-                abort=self._abort,
-                avoid=avoid,
-                places=places,
-                start_timeout_s=start_timeout_s,
-                coordinator=(coordinator, number),
-            )
+            try:
+                self._result = run_attempt(
+                    "raydist.launch.agent:agent",
+                    {"coordinator": coordinator, "group": number, "env": dict(kind.env), "folder": folder},
+                    session=session,
+                    run_name=run_name,
+                    workers=size,
+                    kind=kind,
+                    abort=self._abort,
+                    avoid=avoid,
+                    places=places,
+                    start_timeout_s=start_timeout_s,
+                    coordinator=(coordinator, number),
+                )
+            except BaseException as error:
+                self._result = error
             # Ray ends the controller's actor with its last handle, and the frames of an error that was caught keep one.
             gc.collect()
 
@@ -96,10 +100,10 @@ class Group:
 
     @property
     def living(self) -> int:
-        """Agents for the next attempt. 0 if the group has ended, or has lost an agent on a node that still has others; `size`, as
-        long as the agents are starting.
+        """Agents for the next attempt. 0 if the group has ended, or has lost an agent on a node that still has others, or before
+        that agent had said where it is; `size`, as long as the agents are starting.
         """
-        if not self.alive or self.on.keys() & self.lost:
+        if not self.alive or self.on.keys() & self.lost or ("", False) in (self._nodes or ()):
             return 0
         return self.size if self._nodes is None else sum(self.on.values())
 
@@ -116,7 +120,7 @@ class Group:
     @property
     def lost(self) -> set[str]:
         """Ids of the nodes on which agents were lost."""
-        return {node for node, lives in self._nodes or () if not lives}
+        return {node for node, lives in self._nodes or () if node and not lives}
 
     @property
     def whole(self) -> bool:
@@ -176,7 +180,9 @@ class Group:
         node = None if failure.rank is None else places.get(failure.rank)
         # By this process's clock, as all times that the driver notes: the coordinator is on this host.
         seen = time.time() - max(time.monotonic() - first["seen"], 0.0)
-        return AttemptResult(replace(failure, node=node), seen=seen, silent_s=first["silent_s"])
+        lost = [report["lost"] for report in reports.values() if "lost" in report]
+        note = next((error["message"] for error in lost if error["type_name"] == NOT_KILLED), "")
+        return AttemptResult(replace(failure, node=node), seen=seen, silent_s=first["silent_s"], note=note)
 
     def retire(self, leaving: Collection[str]) -> None:
         """Ends the agents on those nodes. Not during an attempt."""
@@ -229,9 +235,11 @@ class Group:
         """The group has ended during an attempt. If a rank reported an error of its own, that is the cause."""
         import ray
 
+        if isinstance(self._result, BaseException):
+            raise self._result
         assert self._result is not None
         # All agents have ended, so nothing shows which of them were lost.
-        self.gone = nodes.unreachable({node for node, _ in self._nodes or ()})
+        self.gone = nodes.unreachable({node for node, _ in self._nodes or () if node})
         known = _cause(ray.get(self._coordinator.reports.remote()), but_echoes=True)
         ended = self._result.failure or Failure("controller_died", None, "the workers exited during an attempt")
         return AttemptResult(ended if known is None or ended.kind == "aborted" else known, seen=time.time())

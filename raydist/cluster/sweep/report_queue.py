@@ -29,8 +29,10 @@ class ReportQueue:
         self._queue_of(trial).put(number, report)
 
     async def take(self, trial: str) -> dict[str, Any]:
-        """Waits for the next report of a trial."""
-        report = await self._queue_of(trial).ready.get()
+        """Waits for the next report of a trial. Of two calls that wait only the later one gets it: the other one's actor has ended,
+        and Ray has started a new one.
+        """
+        report = await self._queue_of(trial).take()
         if report["done"]:
             del self._queues[trial]
         return report
@@ -44,12 +46,19 @@ class ReportQueue:
 
 
 class _TrialQueue:
-    """The reports of one trial: `ready` to be taken, or held until an earlier number arrives."""
+    """The reports of one trial: ready to be taken, or held until an earlier number arrives."""
 
     def __init__(self) -> None:
-        self.ready: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._ready: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._taking: asyncio.Task[dict[str, Any]] | None = None
         self._next = 0
         self._early: dict[int, dict[str, Any]] = {}
+
+    async def take(self) -> dict[str, Any]:
+        if self._taking is not None:
+            self._taking.cancel()
+        self._taking = asyncio.create_task(self._ready.get())
+        return await self._taking
 
     def put(self, number: int, report: Mapping[str, Any]) -> None:
         if number >= self._next:  # else it is already dropped
@@ -57,8 +66,8 @@ class _TrialQueue:
             self._deliver()
 
     def skip(self, number: int) -> None:
-        while not self.ready.empty():
-            self.ready.get_nowait()
+        while not self._ready.empty():
+            self._ready.get_nowait()
         self._next = number
         self._early = {n: report for n, report in self._early.items() if n >= number}
         self._deliver()
@@ -66,7 +75,7 @@ class _TrialQueue:
     def _deliver(self) -> None:
         while (report := self._early.pop(self._next, None)) is not None:
             self._next += 1
-            self.ready.put_nowait(report)
+            self._ready.put_nowait(report)
 
 
 class Reports:

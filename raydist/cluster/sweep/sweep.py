@@ -93,7 +93,7 @@ class SweepRun:
         self._search, self._keep, self._lost, self._asked, self._on_event = search, keep, lost, asked, on_event
         self._signals: list[int] = []
         self._error: BaseException | None = None
-        self._gone = False
+        self._gone = self._taken = False
 
     def run(self) -> Ended:
         """Trains until every trial is done, a limit is reached, or a signal interrupts it. Call it in the main thread.
@@ -172,7 +172,7 @@ class SweepRun:
         gc.collect()
         gc.freeze()
         self._began, self._before = time.monotonic(), spent
-        ended = Ended("finished")
+        ended = Ended("paused", "the sweep's driver has failed")
         try:
             with handling(self._on_signal):
                 thread.start()
@@ -189,8 +189,7 @@ class SweepRun:
             if not self._gone:  # else the cluster does not answer
                 pool.end()
                 monitors.end()
-            log.event("ended", status=ended.status, cause=ended.because)
-            log.flush()
+            self._log_end(log, ended)
             shutil.rmtree(scratch, ignore_errors=True)
         if self._error is not None:
             raise self._error
@@ -221,7 +220,7 @@ class SweepRun:
                 ended = Ended("paused", why)
                 trial_runner.close(why)
             if self._error is None and (lost := self._lost()) is not None:
-                self._error = lost  # another driver owns the folder now: write nothing more
+                self._error, self._taken = lost, True  # another driver owns the folder now: write nothing more
                 trial_runner.close("another driver has taken over", at_once=True)
             if self._error is None and (gone := trial_runner.gone) is not None:
                 self._gone = True
@@ -237,6 +236,14 @@ class SweepRun:
                     break
             self._show(trial_runner, log)
         return ended
+
+    def _log_end(self, log: SweepLog, ended: Ended) -> None:
+        """Records how the sweep ended, unless its folder is another driver's."""
+        if self._error is not None:
+            ended = Ended("paused", str(self._error).partition("\n")[0])
+        if not self._taken:
+            log.event("ended", status=ended.status, cause=ended.because)
+            log.flush()
 
     def _over(self, trial: str, status: str) -> None:
         if status in DONE:

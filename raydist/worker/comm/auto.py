@@ -188,7 +188,9 @@ def tried(
         return Chosen(asdict(torchs), f"{torchs}: {waits()[1]}, so nothing is to be gained", times())
     compressed: list[Way] = []
     if spec.comm.compress == AUTO and before is None:
-        compressed = [replace(small, compress=name) for name in within(spec.comm, shapes)]
+        # On CUDA each bucket costs launches, and the lanes are one stream: large ones may be faster, which no CPU shows.
+        sizes = [small] if rank.backend == "gloo" or small == torchs else [small, torchs]
+        compressed = [replace(way, compress=name) for name in within(spec.comm, shapes) for way in sizes]
     measure_near(sorted(compressed, key=sent))
     measure_near([small])
     more, links = _topologies(spec, rank, run, fastest([w for w in (torchs, small) if w in ways], times()), small)

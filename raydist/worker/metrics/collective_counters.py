@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -109,6 +109,12 @@ def uncounted() -> Iterator[None]:
         _here.uncounted = before
 
 
+def beside(device: torch.device) -> AbstractContextManager[None]:
+    """For a lane's work beside the training thread: on CPU its exchanges are uncounted, and who makes them counts them. On CUDA
+    they are NCCL's, which are timed as all others."""
+    return uncounted() if device.type == "cpu" else nullcontext()
+
+
 def count(op: str, nbytes: int, ranks: int, seconds: float, exposed_seconds: float) -> None:
     """Counts one complete collective of `ranks` ranks that was `uncounted` and sent as much as a ring. `nbytes`: see `Total`.
 
@@ -139,6 +145,9 @@ class CollectiveCounters:
         self._lock = threading.Lock()
         self._thread = threading.get_ident()
         self._clocks: dict[str, Clock] = {"cpu": HostClock(self._spend, self._expose)}
+        self._device = device
+        self._stream: object = None
+        """On CUDA: the stream that trains."""
         if device.type == "cuda":
             self._clocks["cuda"] = DeviceClock(self._spend, self._expose)
         self._timed: set[str] = set()
@@ -165,6 +174,7 @@ class CollectiveCounters:
         functional.impl("wait_tensor", self._wait_tensor, KEY)
         self._patch(dist.Work, "wait")
         if "cuda" in self._clocks:
+            self._stream = torch.cuda.current_stream(self._device)
             self._patch(torch.cuda.Stream, "wait_event")
         _installed = self
 
@@ -285,13 +295,14 @@ class CollectiveCounters:
         return made
 
     def _patch(self, owner: type, name: str) -> None:
-        """Replaces `owner.name` by a measured wait: for the call whose work is the first argument, else on the device."""
+        """Replaces `owner.name` by a measured wait: for the call whose work is the first argument, else of the stream that trains;
+        others, as those of lanes and copies, wait beside it."""
         original = getattr(owner, name)
 
         def wait(first: Any, *args: Any, **kwargs: Any) -> Any:
             call = self._open.pop(id(first), None)
             clock = self._clocks["cpu"] if call is not None else self._clocks.get("cuda")
-            if clock is None:
+            if clock is None or (call is None and not self._trains(first)):
                 return original(first, *args, **kwargs)
             training = self._training(clock)
             if call is not None:
@@ -306,6 +317,11 @@ class CollectiveCounters:
 
         setattr(owner, name, wait)
         self._undo.append(lambda: setattr(owner, name, original))
+
+    def _trains(self, waits: Any) -> bool:
+        """Whether a wait is one of the stream that trains. `waits`: a stream, or a work, for which the current one waits."""
+        stream = waits if isinstance(waits, torch.cuda.Stream) else torch.cuda.current_stream(self._device)
+        return bool(stream == self._stream)
 
     def _safely(self, what: Callable[..., T], *args: Any) -> T | None:
         """Calls `what(*args)`. After an exception it calls nothing any more: counting must not make a run fail."""

@@ -40,6 +40,23 @@ def test_reports_in_order() -> None:
     asyncio.run(asyncio.wait_for(test(), 240))
 
 
+def test_an_actor_that_was_killed_takes_no_report() -> None:
+    """Its call may still wait when the actor that Ray started in its place makes one: that one gets the next report."""
+
+    async def test() -> None:
+        report_queue = ReportQueue()
+        killed = asyncio.create_task(report_queue.take("a"))
+        await asyncio.sleep(0)
+        following = asyncio.create_task(report_queue.take("a"))
+        await asyncio.sleep(0)
+        await report_queue.post("a", 0, report(0, done=True))
+        assert (await following)["n"] == 0
+        assert killed.cancelled()
+        assert report_queue._queues == {}
+
+    asyncio.run(asyncio.wait_for(test(), 240))
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_reports_that_overtake_each_other(order: tuple[int, ...]) -> None:
     """In whatever order Ray runs the calls, reports are taken in the order they were posted; forgotten ones are dropped."""

@@ -17,7 +17,7 @@ from raydist.cluster.sweep.sweep import Ended, SweepRun
 from raydist.cluster.sweep.trial import EndRequest
 from raydist.cluster.sweep.trial_runner import TrialRunner
 from raydist.cluster.sweep.worker_group_pool import WorkerGroupPool
-from raydist.errors import PreflightError
+from raydist.errors import PreflightError, TrainingStopped
 from raydist.report.sweep.standing import Spent
 from raydist.run.sweep_directory import SweepDir, SweepLog
 from raydist.spec.sweep import SweepSpec
@@ -146,6 +146,29 @@ def test_raydist_stop(tmp_path: Path) -> None:
     thread.join()
     assert cell.told == [EndRequest("paused", "interrupted", at_once=False)]
     assert view.notes[0] == "stop requested by process 7 on h"
+
+
+def test_a_sweep_that_has_failed_has_not_finished(tmp_path: Path) -> None:
+    """Its last event says why it ended. If another driver has taken it over, the last event is that driver's."""
+    spec = SweepSpec.model_validate({"base": "b.yaml", "array": {"parameters": [{"lr": [1, 2]}]}})
+    for lost in (None, TrainingStopped("another driver has taken over")):
+        folder, cell, queue = SweepDir(tmp_path / str(lost)), Training("cell", 2, 0.0), TrialQueue([], 1, "10.0.0.1")
+        trial_runner, log = trial_runner_of(tmp_path, cell)
+        log = SweepLog(folder)
+        run = SweepRun(
+            spec, [], folder, {"cell": {}}, cast(Any, None), cast(Session, None), Noted(),
+            tokens=1, at_once=1, lost=lambda lost=lost: lost,
+        )  # fmt: skip
+        run._done, run._before, run._began = {}, Spent(), time.monotonic()
+        if lost is None:
+            run._error = TrainingStopped("sweep s: Ray Tune has failed: KeyError: 1", "run the same command again")
+            cell.end(EndRequest("paused", "Ray Tune has failed", at_once=False))
+        thread = threading.Thread(target=cell.join)
+        thread.start()
+        run._log_end(log, run._watch(thread, trial_runner, log, queue))
+        thread.join()
+        ended = [(event.data["status"], event.data["cause"]) for event in folder.events() if event.kind == "ended"]
+        assert ended == ([("paused", "sweep s: Ray Tune has failed: KeyError: 1")] if lost is None else [])
 
 
 def test_what_a_search_will_not_choose_is_not_waited_for(tmp_path: Path) -> None:

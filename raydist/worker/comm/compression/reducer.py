@@ -213,7 +213,7 @@ class _Call:
 
         def run() -> None:
             try:
-                with collective_counters.uncounted():
+                with collective_counters.beside(self._owner.device):
                     task()
             except Exception as error:
                 self._done.set_exception(error)  # type: ignore[arg-type]  # torch's annotation
@@ -263,7 +263,8 @@ class _Call:
             begun = time.perf_counter()
             dist.all_reduce(flat, group=owner._groups[0])
             self._sent.nbytes += 2 * flat.nbytes * (owner.world - 1) / owner.world
-            collective_counters.count("all_reduce", flat.nbytes, owner.world, time.perf_counter() - begun, 0.0)
+            if owner.device.type == "cpu":
+                collective_counters.count("all_reduce", flat.nbytes, owner.world, time.perf_counter() - begun, 0.0)
 
         piece.made_state = compressor.reduce(*piece.split(values, result), state, add_up)
         piece.used = True
@@ -315,7 +316,9 @@ class _Call:
         shape = owner.world, compressor.row_bytes(values.shape[1])
         gathered = self._piece.buffer("gathered", shape, owner.device)
         compressor.encode(values, gathered[owner._rank : owner._rank + 1])
-        self._sent.lost = self._sent.lost + torch.linalg.vector_norm(values).square()
+        lost = torch.linalg.vector_norm(values).square()
+        # A pair has lost nothing before. On CUDA that zero is of another stream, which may use its memory again.
+        self._sent.lost = lost if self._pair else self._sent.lost + lost
 
     def _gather_rows(self) -> None:
         owner, gathered = self._owner, self._piece.room["gathered"]

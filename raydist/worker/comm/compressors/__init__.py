@@ -110,7 +110,9 @@ _scratch = _Scratch()
 
 
 def scratch(like: Tensor) -> Tensor:
-    """A buffer of the shape of `like`, in fp32, for temporary numbers: this thread's next call gives the same memory."""
+    """A buffer of the shape of `like`, in fp32, for temporary numbers: on CPU this thread's next call gives the same memory."""
+    if like.is_cuda:  # one thread launches on several streams; the allocator knows which stream a block belongs to
+        return torch.empty(like.shape, device=like.device)
     if _scratch.buffer.numel() < like.numel() or _scratch.buffer.device != like.device:
         _scratch.buffer = torch.empty(like.numel(), device=like.device)
     return _scratch.buffer[: like.numel()].view(like.shape)

@@ -143,7 +143,8 @@ class Outer(StepHook):
 
         def run() -> None:
             try:
-                with collective_counters.uncounted(), record_function(f"outer step of fragment {n}: exchange"):
+                beside = collective_counters.beside(device)
+                with beside, record_function(f"outer step of fragment {n}: exchange"):
                     done.set_result(fragment.exchange(self.sent[: fragment.sent_bytes]))
             except Exception as error:  # a lost peer: raised where it is waited for
                 done.set_exception(error)  # type: ignore[arg-type]  # torch's annotation
