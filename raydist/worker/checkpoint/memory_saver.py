@@ -9,7 +9,6 @@ written to: if a rank dies while it copies, that snapshot is intact.
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 import uuid
@@ -34,7 +33,6 @@ from raydist.worker.checkpoint.shard_writer import WRITE_BYTES, Commit, ShardWri
 from raydist.worker.checkpoint.staging import Stage, device_of
 from raydist.worker.distributed import use_device
 from raydist.worker.parameter_table import TensorTable
-from raydist.worker.pinned import pin
 
 GATHER_BYTES = 64 << 20
 CLOSE_S = 5.0
@@ -70,8 +68,8 @@ class Slot(Stage):
         finally:
             os.close(file)
         self._buffer = torch.frombuffer(pages, dtype=torch.uint8)
-        if self.device.type == "cuda" and (code := pin(self._buffer, self.device)):
-            raise OSError(errno.ENOMEM, f"{nbytes:,} bytes could not be pinned (CUDA error {code})")
+        if self.device.type == "cuda":
+            self.pin()
 
     def withdraw(self) -> None:
         """Invalidates its shard: the file is renamed, and may be written."""

@@ -291,6 +291,9 @@ class Saver:
             if self._warm is not None:
                 self._warm.join()
             stage.copy(save.parts)
+            if stage.unpinned:
+                self._say("note", text=stage.unpinned)
+                stage.unpinned = ""
         except BaseException as error:  # all ranks learn of it, below
             failure = error
         save.staged.set()

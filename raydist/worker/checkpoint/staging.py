@@ -8,7 +8,6 @@ It has the layout of the shard, which is the buffer written to a file.
 
 from __future__ import annotations
 
-import errno
 import mmap
 from collections.abc import Mapping, Sequence
 
@@ -32,6 +31,8 @@ class Stage:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._layout: list[tuple[int, int]] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.unpinned = ""
+        """Why the buffer is not pinned, if it is not and nobody has said so yet."""
         self._before: torch.cuda.Event | None = None
         self._after: torch.cuda.Event | None = None
 
@@ -46,8 +47,16 @@ class Stage:
         if nbytes > self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
             self._buffer = _pages(nbytes)
-            if self._stream and (code := pin(self._buffer, self.device)):
-                raise OSError(errno.ENOMEM, f"{nbytes:,} bytes could not be pinned (CUDA error {code})")
+            if self._stream:
+                self.pin()
+
+    def pin(self) -> None:
+        """Where CUDA refuses, copies are slower, and training waits for them."""
+        if code := pin(self._buffer, self.device):
+            self.unpinned = (
+                f"{self._buffer.nbytes:,} bytes for copies of the state could not be pinned (CUDA error {code}): each copy stops "
+                "training for several times as long; look at the limits of the container or of the account"
+            )
 
     def ready(self) -> None:
         """The training thread: kernels launched on its stream before this call are part of the state to copy."""
