@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from raydist.errors import CheckpointError, Fenced, SavesFailed, StorageError, T
 from raydist.run.directory import RunDir, begin_attempt, resume_attempt
 from raydist.worker.checkpoint import save, shard_writer
 from raydist.worker.checkpoint.save import Saver
+from raydist.worker.checkpoint.save_in_flight import WRITING
 from raydist.worker.checkpoint.shard_writer import ShardWriter
 from raydist.worker.distributed import Rank
 
@@ -220,7 +222,10 @@ def hang_on_one(rank: Rank, root: str) -> dict[str, Any]:
         patch.setattr(save, "PATIENCE_S", 0.1)
         if rank.rank == 1:
             patch.setattr(ShardWriter, "_write", slow)
-        started += [saver.start(step, tensors, {}, {}) for step in (2, 3)]
+        started.append(saver.start(2, tensors, {}, {}))
+        while rank.rank == 0 and saver._save is not None and saver._save.state() == WRITING:
+            time.sleep(0.01)  # else this rank is named, too
+        started.append(saver.start(3, tensors, {}, {}))
         if rank.rank == 0:
             open(pipe, "w").close()
         second = saver.wait()
