@@ -18,7 +18,7 @@ from raydist.worker.metrics.held import HeldClock
 clock, event, begun = HeldClock(), threading.Event(), time.monotonic()
 if clock.seconds is None:
     raise SystemExit("this kernel has no schedstat")
-pause(1.0, 0.1, 1)
+pause(1.0, 0.3, 100)  # the first stop may end before the clock waits
 while clock.seconds < 0.5:
     clock.wait(event, 0.5)
 print(clock.seconds, time.monotonic() - begun)
