@@ -20,14 +20,17 @@ STOP = EndRequest("stopped", "asha at 100 tokens", at_once=True)
 
 
 class NoCrews:
-    """A pool without slots: `get` returns only when the trial has given up."""
+    """A pool without slots: `get` returns only when the trial has given up, and `may_return` is set."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        self.may_return = threading.Event()
+        self.may_return.set()
 
     def get(self, plan: Plan, given_up: Callable[[], bool]) -> None:
         with self._changed:
             self._changed.wait_for(given_up)
+        assert self.may_return.wait(240)
 
     def wake(self) -> None:
         with self._changed:
@@ -59,9 +62,11 @@ def waiting(tmp_path: Path) -> tuple[TrialRun, SweepLog, list[tuple[dict[str, An
 def test_no_report_after_its_end_was_decided(waiting: Any) -> None:
     """After `end`, a trial posts no report before its last one: a stale report would be judged as one of its next stretch."""
     run, _, posted = waiting
+    run._slots.may_return.clear()  # else the last report may come before the second step
     run.update({"record": {"step": 1, "loss": 3.0}})
     run.end(STOP)
     run.update({"record": {"step": 2, "loss": 2.0}})
+    run._slots.may_return.set()
     assert run.join(240)
     assert [(report["tokens"], report["done"]) for report, _ in posted] == [(100, False), (200, True)]
     assert posted[0][1], "`end` waits for it"
