@@ -162,15 +162,17 @@ def test_what_is_not_there_stays_empty(tmp_path: Path) -> None:
 
 def test_storage_that_hangs_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """While storage does not answer, the value is None and no second request starts; an outdated value is None too."""
-    answer, asked = threading.Event(), []
+    answer, begun, asked = threading.Event(), threading.Event(), []
 
     def ask() -> int:
         asked.append(threading.current_thread())
+        begun.set()
         answer.wait(240)
         return 77
 
     space = FreeSpace(ask)
     assert [space.newest() for _ in range(3)] == [None] * 3
+    assert begun.wait(240)
     answer.set()
     (thread,) = asked
     thread.join(240)
