@@ -21,12 +21,13 @@ from raydist.worker.metrics.telemetry import Telemetry
 from tests.training import alone
 
 
-def until(run_uri: str, node: str, rank: int, step: int) -> dict[str, Any]:
-    """The mailbox row of a rank, once it has reached that step."""
+def until(run_uri: str, node: str, rank: int, step: int, **more_than: float) -> dict[str, Any]:
+    """The mailbox row of a rank, once it has reached that step, and each of these columns has a larger value."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         for row in mailbox.read(run_uri, node):
-            if row["rank"] == rank and row["step"] >= step:
+            above = all(row.get(name, 0.0) > value for name, value in more_than.items())
+            if row["rank"] == rank and row["step"] >= step and above:
                 return row
         time.sleep(0.01)
     raise AssertionError("it never came")
@@ -41,7 +42,11 @@ def watched(rank: Rank, run_uri: str) -> Any:
             heartbeat.step(step)
             heartbeat.enter("backward")
             dist.all_reduce(torch.ones(1000))
-            rows.append(until(run_uri, rank.node_ip, rank.rank, step))
+            spent = rows[-1]["backward_seconds"] if rows else 0.0
+            # A row may have been made in this step before its all-reduce.
+            rows.append(
+                until(run_uri, rank.node_ip, rank.rank, step, all_reduce_count=step - 1, backward_seconds=spent)
+            )
     dist.barrier()
     return rows, [row["rank"] for row in mailbox.read(run_uri, rank.node_ip)]
 
