@@ -57,6 +57,9 @@ def test_state_is_that_of_start(kit: Any, tmp_path: Path, monkeypatch: pytest.Mo
     one = kit.OneRank(tmp_path, asynchronous=True)
     live = kit.state(1)
     one.save(1, live)
+    staged, waiting = one.saver._save.staged, threading.Event()
+    wait = staged.wait
+    monkeypatch.setattr(staged, "wait", lambda: (waiting.set(), wait())[1])
     updated = threading.Event()
 
     def loop() -> None:
@@ -67,6 +70,7 @@ def test_state_is_that_of_start(kit: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
     thread = threading.Thread(target=loop)
     thread.start()
+    assert waiting.wait(240)
     assert not updated.wait(0.05), "the update waits for the copy"
     may_copy.set()
     thread.join()
