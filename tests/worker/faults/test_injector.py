@@ -3,6 +3,7 @@ from outside."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import itertools
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -318,18 +320,37 @@ def test_unmounted_storage_is_an_empty_folder(tmp_path: Path) -> None:
     assert run.storage.files(unfinished=True) == {"there": 1}
 
 
-def test_no_descriptor_is_left_for_a_time(tmp_path: Path) -> None:
+def open_files(folder: Path) -> list[str]:
+    """What this process has open there, and /dev/null: other descriptors are of other tests' threads."""
+    found = []
+    for file in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it has been closed
+            found.append(os.readlink(f"/proc/self/fd/{file}"))
+    return sorted(path for path in found if path == os.devnull or path.startswith(str(folder)))
+
+
+def test_no_descriptor_is_left_for_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """EMFILE, and a save that fails with it leaves nothing; then all is as before."""
+    slept, over = [], threading.Event()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        over.wait(240)
+
+    monkeypatch.setattr("raydist.worker.faults.injector.time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
     run = RunDir(tmp_path)
-    open_before = len(os.listdir("/proc/self/fd"))
-    _, heartbeat = injector(run, NoDescriptors(rank=0, step=1, seconds=1.0))
+    open_before = open_files(tmp_path)
+    made, heartbeat = injector(run, NoDescriptors(rank=0, step=1, seconds=1.0))
     heartbeat.step(1)
     heartbeat.enter("forward")
     assert refused(lambda: run.storage.write("a", b"1")) == os.strerror(errno.EMFILE)
-    while refused(lambda: run.storage.write("a", b"1")) is not None:
-        pass
+    over.set()
+    assert made._lasting is not None
+    made._lasting.join(240)
+    assert slept == [1.0]
+    assert refused(lambda: run.storage.write("a", b"1")) is None
     assert set(run.storage.files(unfinished=True)) == {"a"}
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert open_files(tmp_path) == open_before
 
 
 @pytest.fixture
@@ -471,17 +492,23 @@ def test_a_suspended_process_goes_on(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_the_kernel_kills_a_process_for_lack_of_memory() -> None:
+def test_the_kernel_kills_a_process_for_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as it opens a file. Who watches it knows the cause; the group is removed when the process has been reaped."""
     script = "import time\nwhile True: open('/dev/null').close(); time.sleep(0.01)"
     with subprocess.Popen([sys.executable, "-c", script]) as process:
         try:
-            memory, ended = MemoryWatch(process.pid), threading.Event()
+            memory, ended, noticed = MemoryWatch(process.pid), threading.Event(), threading.Event()
 
             def look() -> None:
                 while not ended.wait(0.05):
                     memory.look()
+                    if "raydist-fault" in memory._groups:
+                        noticed.set()
 
+            def sleep(seconds: float) -> None:
+                noticed.wait(240) if seconds == host_pressure._NOTICED_S else time.sleep(seconds)
+
+            monkeypatch.setattr(host_pressure, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
             watch = threading.Thread(target=look)
             watch.start()
             host_pressure.starve("kill_process", process.pid)
