@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from raydist.launch import zygote
+from raydist.launch import relay, zygote
 from raydist.launch.relay import Link, MergedCalls, Relay
 
 RELAY = """
@@ -84,6 +84,7 @@ def test_calls_at_the_same_time_are_one_message() -> None:
 
 def test_the_agents_of_a_node_use_the_first_ones_relay(other: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one of another group, nor one of another user."""
+    monkeypatch.setattr(relay, "_SILENT_S", 240.0)
     key, _ = other
     link = Link(direct, refused, key)
     assert link.call("ended", 1, {"rank": 3}) == ["merged", "ended", 1, {"rank": 3}]
@@ -124,8 +125,11 @@ def test_a_name_whose_owner_accepts_nobody() -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_relay_that_is_stopped_or_killed(end: signal.Signals, other: tuple[str, Any]) -> None:
+def test_a_relay_that_is_stopped_or_killed(
+    end: signal.Signals, other: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """New calls go to the coordinator directly; so does one that waits in the relay, and one whose agent gives the relay up."""
+    monkeypatch.setattr(relay, "_SILENT_S", 240.0)  # a relay that waits for a processor is no stopped one
     key, process = other
     links = [Link(direct, refused, key) for _ in range(3)]
     answers: list[Any] = []
@@ -136,6 +140,8 @@ def test_a_relay_that_is_stopped_or_killed(end: signal.Signals, other: tuple[str
     links[0].drop()
     threads[0].join(60)
     assert answers == [["direct", "next", 1]]
+    if end is signal.SIGSTOP:
+        monkeypatch.undo()
     process.send_signal(end)
     threads[1].join(60)
     assert answers == 2 * [["direct", "next", 1]]
