@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,7 +144,7 @@ class _Blocking:
     def __init__(self, fifo: Path, stuck: int, times: int) -> None:
         os.mkfifo(fifo)
         self.fifo, self.stuck, self.left = fifo, stuck, times
-        self.freed = threading.Semaphore(0)
+        self.blocked, self.freed = threading.Semaphore(0), threading.Semaphore(0)
 
     def row_lengths(self, ids: IntArray) -> None:
         """All rows are full."""
@@ -151,6 +152,7 @@ class _Blocking:
     def batch(self, ids: IntArray, pack: bool = False) -> tuple[IntArray, IntArray, None]:
         if self.stuck in ids and self.left:
             self.left -= 1
+            self.blocked.release()
             with open(self.fifo, "rb") as file:  # waits for a writer
                 file.read()
             self.freed.release()
@@ -176,12 +178,14 @@ def test_a_stuck_thread_is_replaced_at_its_cursor(tmp_path: Path) -> None:
     with Loader(
         source, batches, Cursor(), divide=equal_parts(2), steps=10, timeout_s=1.0, on_stall=told.append
     ) as loader:
-        steps = [next(loader) for _ in range(5)]
+        steps = [next(loader) for _ in range(3)]
+        assert source.blocked.acquire(timeout=240)
+        steps += [next(loader) for _ in range(2)]
         source.free(1)
         steps += list(loader)
     assert np.array_equal(np.concatenate([m.tokens[:, 0] for s in steps for m in s.micro_batches]), expected)
-    # A busy machine may hold up another batch as long.
-    (stall,) = (one for one in told if one.cursor == stuck)
+    # A busy machine may hold up another batch as long, or this one again.
+    stall = next(one for one in told if one.cursor == stuck)
     assert (stall.restarts, stall.final) == (0, False)
     assert np.array_equal(stall.ids, batches.ids(stuck))
     assert stall.seconds >= 1.0
@@ -189,13 +193,22 @@ def test_a_stuck_thread_is_replaced_at_its_cursor(tmp_path: Path) -> None:
     assert stall.at.splitlines()[0].endswith("in batch")
 
 
-def test_a_read_that_blocks_for_ever_ends_with_its_cause(tmp_path: Path) -> None:
+def test_a_read_that_blocks_for_ever_ends_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After two restarts at one batch `next` raises DataError with the line at which the thread blocks; `close` does not wait for
     that thread."""
     batches = Batches(40, 4, 0, "f")
     stuck = batches.at_step(1)
     source = _Blocking(tmp_path / "fifo", int(batches.ids(stuck)[0]), 9)
     told: list[Stall] = []
+    start = Loader._start
+
+    def until_blocked(loader: Loader) -> Any:
+        """Its threads make the first batch, and are blocked in the next one, before anybody waits for 0.5 s."""
+        made = start(loader)
+        assert source.blocked.acquire(timeout=240)
+        return made
+
+    monkeypatch.setattr(Loader, "_start", until_blocked)
     with Loader(source, batches, Cursor(), divide=equal_parts(4), timeout_s=0.5, on_stall=told.append) as loader:
         assert next(loader).cursor == Cursor()
         with pytest.raises(DataError, match=r"epoch 0, sample 4, on rank 0.*\n.*test_loader.py:\d+ in batch"):
