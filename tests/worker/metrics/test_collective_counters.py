@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -118,6 +118,14 @@ def test_what_a_step_sends(ranks: Any, strategy: str) -> None:
         assert large == pytest.approx(EXPECTED[strategy], abs=0.002)
 
 
+def measured(measure: Callable[[], Any], holds: Callable[[Any], bool]) -> None:
+    """The best of three: a busy machine may hold up one of two threads that are compared."""
+    found: list[Any] = []
+    while not found or not holds(found[-1]):
+        assert len(found) < 3, found
+        found.append(measure())
+
+
 def waited(rank: Rank, overlapped: bool) -> Any:
     """Rank 1 joins an all-reduce late; rank 0 waits for it, or works meanwhile. Returns total and exposed seconds."""
     x = torch.ones(N)
@@ -140,9 +148,13 @@ def waited(rank: Rank, overlapped: bool) -> Any:
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_what_nothing_hides_is_exposed(ranks: Any, overlapped: bool) -> None:
     """Only time in which the training thread is blocked counts as exposed."""
-    (seconds, exposed), _ = ranks.run(waited, 2, overlapped)
-    assert seconds > 0.2
-    assert exposed < 0.1 * seconds if overlapped else 0.9 * seconds < exposed <= 1.01 * seconds
+
+    def holds(found: Any) -> bool:
+        (seconds, exposed), _ = found
+        hidden = exposed < 0.1 * seconds if overlapped else 0.9 * seconds < exposed <= 1.01 * seconds
+        return bool(hidden and seconds > 0.2)
+
+    measured(lambda: ranks.run(waited, 2, overlapped), holds)
 
 
 def buckets(rank: Rank, slow_from: int) -> Any:
@@ -168,10 +180,15 @@ def buckets(rank: Rank, slow_from: int) -> Any:
 
 def test_exposed_buckets_of_ddp(ranks: Any) -> None:
     """DDP's reducer waits in C++: exposed is the time after the last bucket has begun, which is all of it if a peer is late."""
-    (count, seconds, exposed), (_, _, late) = ranks.run(buckets, 2, 0)
-    assert count == 5
-    assert 0.25 < exposed <= seconds, "rank 0 had nothing left to do while it waited"
-    assert late < 0.2, "rank 1 came last to all but its last buckets"
+
+    def holds(found: Any) -> bool:
+        (count, seconds, exposed), (_, _, late) = found
+        assert count == 5
+        assert exposed <= seconds
+        # Rank 0 had nothing left to do while it waited; rank 1 came last to all but its last buckets.
+        return bool(exposed > 0.25 and late < 0.2)
+
+    measured(lambda: ranks.run(buckets, 2, 0), holds)
 
 
 def looked_at(rank: Rank, backward: bool) -> list[float]:
@@ -241,8 +258,10 @@ def traced(rank: Rank) -> Any:
 
 def test_seconds_are_kineto_s(ranks: Any) -> None:
     """Within 10%: the callback to Python takes that much."""
-    for ours, theirs in ranks.run(traced, 2):
-        assert ours == pytest.approx(theirs, rel=0.1)
+    measured(
+        lambda: ranks.run(traced, 2),
+        lambda found: all(ours == pytest.approx(theirs, rel=0.1) for ours, theirs in found),
+    )
 
 
 class OfDevice(HostClock):
