@@ -22,6 +22,7 @@ from raydist.cluster.run.node_monitors import NodeMonitors
 from raydist.cluster.session import open_session, worker_environment
 from raydist.ipc import mailbox
 from raydist.observe import node_monitor as node_module
+from raydist.observe.aggregator import Aggregator
 from raydist.observe.hardware.nvml import Gpus
 from raydist.observe.node_monitor import NodeMonitor
 from raydist.run.directory import ATTEMPTS, SAMPLES, RunDir
@@ -140,13 +141,20 @@ def gone(actor: Any) -> bool:
         ray.get(actor.__ray_ready__.remote())
     except ray.exceptions.ActorDiedError:
         return True
+    except ray.exceptions.ActorUnavailableError:
+        return False  # its connection is closed, and Ray does not know yet that it has ended
     return False
 
 
 def kill(actor: Any) -> int:
-    pid = pid_of(actor)
+    pid = int(until(lambda: pid_of(actor)))  # 0 would be this process, and all of its group
     os.kill(pid, signal.SIGKILL)
     return pid
+
+
+def be_patient(actor: Any, module: str) -> None:
+    """It waits for a minute, when it is closed, until its last rows have arrived: a busy machine may need more than its 2 s."""
+    ray.get(actor.__ray_call__.remote(lambda self: setattr(sys.modules[module], "_ARRIVE_S", 60.0)))
 
 
 def test_a_runs_monitor_that_hangs_is_replaced_and_ends_with_the_run(
@@ -247,6 +255,7 @@ def test_nodes_past_the_first_ones_have_a_aggregator(
     """Their rows are stored in segments of their own, also after a SIGKILL of the aggregator; the monitor gets the newest ones at
     the end."""
     monkeypatch.setattr(agents_module, "NODES", 1)
+    monkeypatch.setattr(agents_module, "_CLOSE_S", 60.0)
     (tmp_path / ATTEMPTS).mkdir()  # of a run that has begun
     run = RunDir(tmp_path)
     agents = NodeMonitors(run, monitor, 0.1, private=False, env={}, note=lambda text: None)
@@ -256,7 +265,10 @@ def test_nodes_past_the_first_ones_have_a_aggregator(
     stored = until(lambda: (found := read_samples(run, ["at", "kind", "rank"]).to_pylist()) and found)
     pid = kill(aggregator)
     again = until(lambda: pid_of(aggregator) not in (pid, 0) and time.time())
-    until(lambda: any(row["at"] > again for row in read_samples(run, ["at"]).to_pylist()))
+    until(lambda: any(r["at"] > again and r["kind"] == "rank" for r in read_samples(run, ["at", "kind"]).to_pylist()))
+    ((_, agent),) = agents._monitors.values()
+    be_patient(agent, NodeMonitor.__module__)
+    be_patient(aggregator, Aggregator.__module__)
     agents.close()
     rows = read_samples(run, ["at", "kind", "rank"]).to_pylist()
     assert rows[: len(stored)] == stored
