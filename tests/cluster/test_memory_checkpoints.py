@@ -57,12 +57,13 @@ def link(memory_stores: list[Any]) -> None:
     ray.get([v.link.remote(v, memory_stores[1 - i], [2 * i, 2 * i + 1], 4) for i, v in enumerate(memory_stores)])
 
 
-def until(true: Callable[[], bool], timeout_s: float = 240.0) -> None:
+def until(true: Callable[[], Any], timeout_s: float = 240.0) -> Any:
     """Waits for something that another process does."""
     deadline = time.monotonic() + timeout_s
-    while not true():
+    while not (found := true()):
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.02)
+    return found
 
 
 def write(folder: Path, step: int, rank: int, kept: int | None, size: int = 1000) -> str:
@@ -197,8 +198,7 @@ def test_a_killed_memory_store_learns_its_ranks_again(
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return 0, set()
 
-    until(lambda: known()[1] == {0, 1})
-    pid, _ = known()
+    pid = until(lambda: (now := known())[1] == {0, 1} and now[0])
     os.kill(pid, signal.SIGKILL)
     until(lambda: (now := known())[0] not in (0, pid) and now[1] == {0, 1})
     found.close()
