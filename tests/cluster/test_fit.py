@@ -129,6 +129,17 @@ def test_a_worker_that_exits_is_a_death(session: Session) -> None:
     assert failure.rank in (1, None)
 
 
+def _dead(actor: Any) -> bool:
+    """Whether Ray knows that its process has ended."""
+    try:
+        ray.get(actor.reports.remote())
+    except ray.exceptions.ActorDiedError:
+        return True
+    except ray.exceptions.ActorUnavailableError:
+        return False
+    return False
+
+
 def test_a_killed_coordinator_is_named(session: Session, tmp_path: Path) -> None:
     """Whatever the run calls it for next, the run's cause is its process."""
     coordinator, none = start_coordinator(), cast(Any, None)
@@ -136,6 +147,8 @@ def test_a_killed_coordinator_is_named(session: Session, tmp_path: Path) -> None
     # Not found by its name: a coordinator of the test before may still be exiting.
     pid = ray.get(cast(Any, coordinator).__ray_call__.remote(lambda self: os.getpid()))
     os.kill(pid, signal.SIGKILL)
+    while not _dead(coordinator):
+        time.sleep(0.02)  # until Ray knows, it says of a call only that the actor is unavailable
     attempts = cast(Any, SimpleNamespace(run=lambda: ray.get(coordinator.gathered.remote())))
     parts: dict[str, Any] = {
         "monitor": none,
