@@ -38,13 +38,13 @@ def until_copied(process: Any) -> Path:
 
 
 def test_killed_ranks_go_on_from_memory(project: Any) -> None:
-    """dp 2 x tensor 2 under zero1, four workers: SIGKILL of rank 3 in step 6, where the ranks wait until there is a copy, then of
+    """dp 2 x tensor 2 under zero1, four workers: SIGKILL of rank 3 in step 5, where the ranks wait until there is a copy, then of
     rank 0, without a checkpoint on storage: the steps since the newest copy are trained again, with the bits of an undisturbed run
     on that mesh, and one row a step. Then a bit of rank 2's copies changes, and the rank dies: they are rejected, and the run
     starts again."""
     mesh = ("--set", "cluster.workers=4", "--set", "parallel.tensor=2", "--set", "parallel.strategy=zero1")
     project.train("mesh", *mesh)
-    options = project.options("mesh-killed", [[3, "step", 11], [0, "step", 13]], hold=11)
+    options = project.options("mesh-killed", [[3, "step", 9], [0, "step", 13]], hold=9)
     faults = [DamageCopy(rank=2, step=12), Segfault(rank=2, step=12)]
     (project.root / "copies.yaml").write_text(yaml.safe_dump([fault.model_dump(mode="json") for fault in faults]))
     options += ["--faults", "copies.yaml", "--set", "recovery.max_failures=-1"]
@@ -55,7 +55,7 @@ def test_killed_ranks_go_on_from_memory(project: Any) -> None:
     assert process.returncode == 0, told
     resumed = project.events("mesh-killed", "resumed")
     assert [e["source"] for e in resumed] == ["memory"] * 2
-    assert resumed[0]["step"] in (2, 4)
+    assert resumed[0]["step"] in (2, 4)  # 4 only if the copy of 2 was committed before step 4
     assert resumed[1]["step"] >= resumed[0]["step"]
     assert [e["rank"] for e in project.events("mesh-killed", "failure")] == [3, 0, 2]
     (rejected,) = project.events("mesh-killed", "checkpoint_rejected")
