@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -31,18 +30,14 @@ from raydist.run.directory import RunDir
 from raydist.run.log import read_events, read_steps
 from raydist.worker.distributed import Rank
 from tests.own import loops_of_a_user as user
+from tests.ports import free_ports
 
 SECRET = "of these ranks"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def run(*args: object, world: int = 2) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of each rank of loops_of_a_user.py."""
-    port, ranks = str(free_port()), []
+    port, ranks = str(free_ports(1)[0]), []
     for rank in range(world):
         variables = {f"OMPI_COMM_WORLD_{name}": str(rank) for name in ("RANK", "LOCAL_RANK")}
         variables["OMPI_COMM_WORLD_SIZE"] = str(world)
@@ -92,11 +87,11 @@ def test_a_killed_rank_changes_no_bit(sessions: tuple[Path, list[dict[str, Any]]
     whole = every[0]["noisy"][0]
     assert len(whole["losses"]) == user.STEPS
     assert whole["losses"] == every[1]["noisy"][0]["losses"]
-    first, second = ranks.run(noisy, 2, str(storage), free_port(), 5)
+    first, second = ranks.run(noisy, 2, str(storage), free_ports(1)[0], 5)
     assert isinstance(second, ChildProcessError), second
     assert isinstance(first, Exception), first
     assert not isinstance(first, ChildProcessError), first
-    again = ranks.run(noisy, 2, str(storage), free_port(), None)
+    again = ranks.run(noisy, 2, str(storage), free_ports(1)[0], None)
     assert again[0]["losses"] == whole["losses"][4:]
     assert [rank["weights"] for rank in again] == [whole["weights"]] * 2
 
