@@ -342,9 +342,11 @@ def test_no_descriptor_is_left_for_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     open_before = open_files(tmp_path)
     made, heartbeat = injector(run, NoDescriptors(rank=0, step=1, seconds=1.0))
     heartbeat.step(1)
-    heartbeat.enter("forward")
-    assert refused(lambda: run.storage.write("a", b"1")) == os.strerror(errno.EMFILE)
-    over.set()
+    try:
+        heartbeat.enter("forward")
+        assert refused(lambda: run.storage.write("a", b"1")) == os.strerror(errno.EMFILE)
+    finally:
+        over.set()
     assert made._lasting is not None
     made._lasting.join(240)
     assert slept == [1.0]
