@@ -53,11 +53,12 @@ def test_killed_ranks_go_on_from_memory(project: Any) -> None:
     (project.root / "marks" / "mesh-killed" / "go").touch()
     _, told = process.communicate(timeout=300)
     assert process.returncode == 0, told
+    failed = [(e["rank"], e["cause"]) for e in project.events("mesh-killed", "failure")]
+    assert [rank for rank, _ in failed] == [3, 0, 2], failed
     resumed = project.events("mesh-killed", "resumed")
     assert [e["source"] for e in resumed] == ["memory"] * 2
     assert resumed[0]["step"] in (2, 4)  # 4 only if the copy of 2 was committed before step 4
     assert resumed[1]["step"] >= resumed[0]["step"]
-    assert [e["rank"] for e in project.events("mesh-killed", "failure")] == [3, 0, 2]
     (rejected,) = project.events("mesh-killed", "checkpoint_rejected")
     assert "/shard-00002-of-00004-" in rejected["file"]
     assert rejected["cause"].startswith("its bytes are not those that were written")

@@ -66,7 +66,9 @@ class MonitorClient:
                 time.sleep(_AGAIN_S)  # Ray starts it again
             except GetTimeoutError as error:
                 if killed:
-                    raise GetTimeoutError(f"the run's monitor has not answered for {_HANGS_S + _ANSWER_S:.0f} s") from error
+                    raise GetTimeoutError(
+                        f"the run's monitor has not answered for {_HANGS_S + _ANSWER_S:.0f} s"
+                    ) from error
                 ray.kill(self.actor, no_restart=False)  # of a process that is stopped: after 5 s
                 deadline, killed = time.monotonic() + _ANSWER_S, True
 
