@@ -71,6 +71,21 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
+def test_a_link_whose_answer_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NFS client asks again, and is told that the name exists: it is this writer's. For the next one it is another's."""
+    link = os.link
+
+    def lost(path: Path, to: Path) -> None:
+        link(path, to)
+        raise FileExistsError
+
+    monkeypatch.setattr(os, "link", lost)
+    assert Storage(tmp_path).write_new("x", b"mine")
+    monkeypatch.undo()
+    assert not Storage(tmp_path).write_new("x", b"other")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("x", b"mine")]
+
+
 def test_storage_that_refuses_says_where_and_why(tmp_path: Path) -> None:
     """A file in the place of a folder, and a URI of an unknown kind."""
     (tmp_path / "file").write_bytes(b"")

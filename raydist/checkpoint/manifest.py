@@ -11,6 +11,7 @@ found like one in a shard.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -20,13 +21,15 @@ from typing import Any
 
 import xxhash
 
-from raydist.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointTooNew
+from raydist.errors import CheckpointCorrupt, CheckpointNotFound, CheckpointTooNew, StorageError
 from raydist.parsing import DAMAGED, parse_json
 from raydist.run.directory import RunDir, manifest_attempt, step_folder
 from raydist.storage import Storage, inside
 
 VERSION = 2
 """Of the manifests that this raydist writes. It reads all versions up to this one."""
+MOST_BYTES = 768 << 20
+"""Of a manifest: about 80 bytes for each rank's part of each tensor. In a message of 1 GiB all ranks get it."""
 EVAL = "EVAL.json"
 """Beside the manifest, which never changes: the eval loss, where it became known after the commit."""
 READ_BYTES = 8 << 20
@@ -169,7 +172,7 @@ def _body(signed: bytes, tensors: bool) -> dict[str, Any]:
             found: dict[str, Any] = parse_json(signed[:before] + b',"tensors":{}' + signed[behind:])
             if {"step", "versions"} <= found.keys():  # else of two others
                 return found
-    body: dict[str, Any] = parse_json(signed)
+    body: dict[str, Any] = parse_json(signed, MOST_BYTES)
     return body if tensors else {**body, "tensors": {}}
 
 
@@ -278,8 +281,22 @@ def read_newest(run: RunDir) -> Manifest | None:
     return None
 
 
+class Unread(str):
+    """The problem of a file that storage has not read. `lost`: as a disk cannot read the bytes (EIO); else it may be whole."""
+
+    lost = False
+
+
+def unread(problem: str, error: OSError) -> Unread:
+    """That problem."""
+    found = Unread(problem)
+    of = error.__cause__ if isinstance(error, StorageError) else error
+    found.lost = isinstance(of, OSError) and of.errno == errno.EIO
+    return found
+
+
 def check_file(run: RunDir, step: int, name: str, entry: FileEntry) -> str | None:
-    """The problem of one shard, or None. Reads all of it; a shard that storage cannot read has a problem too."""
+    """The problem of one shard, or None. Reads all of it; a shard that storage cannot read has a problem too, see `unread`."""
     where = f"{run.uri}/{path(step, name)}"
     try:
         with run.storage.open(path(step, name)) as source:
@@ -291,8 +308,8 @@ def check_file(run: RunDir, step: int, name: str, entry: FileEntry) -> str | Non
                 hasher.update(block)
     except FileNotFoundError:
         return f"{where}: is missing"
-    except OSError as error:  # a disk that cannot read the bytes has lost them
-        return f"{where}: cannot be read: {error}"
+    except OSError as error:
+        return unread(f"{where}: cannot be read: {error}", error)
     if hasher.hexdigest() != entry.xxh3:
         return f"{where}: its bytes are not those that were written (xxh3 {hasher.hexdigest()} instead of {entry.xxh3})"
     return None

@@ -34,6 +34,7 @@ Split = Literal["train", "eval"]
 COLUMN, COUNTS = "tokens", "counts"
 """The columns of a shard. Only conversations have the second one: 1 if a token counts in the loss, where it is a target."""
 _FORMAT, _VERSION = "raydist-tokens", 1
+_MOST_BYTES = 1 << 30
 FILE_NAME = re.compile(r"(train|eval)-(\d{6}-\d{3,9}\.arrow|ends\.bin)")
 BLOCK, DIGITS = 1 << 20, 16
 _DTYPES = {"uint16": 1 << 16, "uint32": 1 << 32}
@@ -237,7 +238,7 @@ def fingerprint(train: SplitIndex, evaluation: SplitIndex, tokenizer: TokenizerI
 def read(storage: Storage) -> DatasetIndex:
     """The index of the dataset in that folder. Raises DataError if it is missing or cannot be read."""
     try:
-        raw = parse_json(storage.read(INDEX))
+        raw = parse_json(storage.read(INDEX), _MOST_BYTES)
         if raw["format"] != _FORMAT or raw["version"] != _VERSION:
             raise DataError(
                 f"{storage.uri}/{INDEX}: format {raw['format']} {raw['version']}, not {_FORMAT} {_VERSION}",

@@ -11,6 +11,7 @@ equal documents are always in the same split.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ from raydist.storage import NO_FOLDER, Storage
 _BPE_SAMPLE = 256 << 20
 _BPE_BLOCKS = 256
 _ALL = 1 << 64
+_COPY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,13 @@ def prepare(
                 # Another process may have made it while this one waited for the lock.
                 done = _finished(storage, plan)
                 if done is None:
-                    done = _make(storage, plan, progress or (lambda p: None), map_files)
+                    try:
+                        done = _make(storage, plan, progress or (lambda p: None), map_files)
+                    except (FileNotFoundError, StorageError):
+                        # On an object store there is no lock: another process may have finished it, and deleted the journal.
+                        done = _finished(storage, plan)
+                        if done is None:
+                            raise
                 storage.delete(JOURNAL)
     except StorageError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in NO_FOLDER:
@@ -274,15 +282,26 @@ def _joined(storage: Storage, made: Sequence[Made], name: Split) -> SplitIndex:
     """A split of all blocks. Writes the ends of its documents, block by block."""
     parts = [m.part(name) for m in made]
     file, digest, before = f"{name}-ends.bin", xxhash.xxh3_128(), 0
-    with storage.create(file) as sink:
+    # All is read before the file is created: an object whose upload fails is deleted, and it may be another process's, which has
+    # finished the dataset and deleted what is read here.
+    with tempfile.SpooledTemporaryFile(_COPY_BYTES) as whole:
         for block, part in zip(made, parts, strict=True):
             raw = storage.read(shards.ends_file(block.block))
             size = 8 * part.documents
             own = np.frombuffer(raw[:size] if name == "train" else raw[len(raw) - size :], dtype="<i8") + before
             data = own.tobytes()
             digest.update(data)
-            write_whole(sink, data)
+            try:
+                whole.write(data)
+            except OSError as error:
+                raise StorageError(
+                    f"cannot write to {tempfile.gettempdir()}: {error}", "make room, or set TMPDIR"
+                ) from None
             before += part.tokens
+        whole.seek(0)
+        with storage.create(file) as sink:
+            while data := whole.read(_COPY_BYTES):
+                write_whole(sink, data)
     ends = Ends(file, 8 * sum(p.documents for p in parts), digest.hexdigest())
     return SplitIndex(
         sum(p.tokens for p in parts),

@@ -291,11 +291,11 @@ class TrainSpec(PartWithNewFields):
             )
 
     def total(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of the whole run."""
+        """Optimizer steps of the whole run. 0.07 epochs of 100 steps are 7, though 0.07 * 100 is above that."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        return max(1, math.ceil(self.epochs * steps_per_epoch))
+        return max(1, math.ceil(round(self.epochs * steps_per_epoch, 6)))
 
 
 class ScheduleSpec(Part):

@@ -339,6 +339,35 @@ def test_on_a_filesystem_that_is_not_local(corpus: Path, tmp_path: Path, monkeyp
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
 
 
+def test_another_process_finishes_it_on_an_object_store(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no lock. What the other one has committed stays as it is, and is returned."""
+
+    def remote(uri: str) -> Storage:
+        storage = Storage(uri)
+        storage.local = None
+        return storage
+
+    out = str(tmp_path / "out")
+    prepare([str(corpus)], out, **SETTINGS)
+    whole, index, join = contents(out), Path(out, "index.json").read_bytes(), module._joined
+    Path(out, "index.json").unlink()
+    Path(out, ".prepare").mkdir()
+
+    def late(*given: Any) -> Any:
+        """The other one commits, and deletes the journal, just before this one joins the ends of the documents."""
+        Path(out, "index.json").write_bytes(index)
+        Storage(out).delete(".prepare")
+        return join(*given)
+
+    monkeypatch.setattr(module, "_joined", late)
+    monkeypatch.setattr(module, "Storage", remote)
+    monkeypatch.setattr(shards, "Storage", remote)
+    prepare([str(corpus)], out, **SETTINGS)
+    assert contents(out) == whole
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from raydist.cli.schema import job_schema
 from raydist.errors import SpecError
-from raydist.spec import JobSpec, dump, load, merge, parse, spec_hash
+from raydist.spec import JobSpec, TrainSpec, dump, load, merge, parse, spec_hash
 
 JOBS = Path(__file__).parents[2] / "jobs"
 QUICKSTART = JOBS / "quickstart.yaml"
@@ -437,3 +437,9 @@ def test_the_largest_pass() -> None:
     assert shape(10_000) == (2, 8192)
     assert shape(10_000, max=1) == (1, 10_000)
     assert shape(2048, min=32, max=256) == (32, 512)
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.07, 7), (0.071, 8), (1, 100), (2.5, 250), (0.001, 1), (3.1, 310)])
+def test_steps_of_a_fraction_of_an_epoch(epochs: float, steps: int) -> None:
+    """As it is written: 0.07 * 100 is above 7 in floating point."""
+    assert TrainSpec(epochs=epochs, global_batch=1).total(100) == steps

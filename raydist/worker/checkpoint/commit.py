@@ -16,6 +16,7 @@ from raydist.checkpoint import manifest, retention
 from raydist.checkpoint.coverage import sentence, uncovered
 from raydist.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from raydist.errors import CheckpointError, Fenced, StorageError
+from raydist.parsing import size
 from raydist.run.directory import ATTEMPTS, RunDir, fenced, manifest_name
 from raydist.worker import numerics
 
@@ -77,7 +78,13 @@ class Committer:
             mesh=dict(self._facts.mesh),
         )
         where = manifest.path(step, manifest_name(self._facts.attempt))
-        self._run.storage.write(where, made.dumps(), check=self.refuse_if_fenced)
+        text = made.dumps()
+        if len(text) > manifest.MOST_BYTES:
+            raise CheckpointError(
+                f"{self._run.uri}/{where} would have {size(len(text))}: nobody reads more than {size(manifest.MOST_BYTES)}",
+                "shard over fewer ranks (parallel.strategy: hsdp)",
+            )
+        self._run.storage.write(where, text, check=self.refuse_if_fenced)
         self._last = {where: manifest.facts(made)}
         return made.nbytes
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -45,6 +46,9 @@ LATE_S, _LOOK_S = 3.0, 0.2
 """How long a shard that the manifest names may be unseen here: an NFS client keeps names, and some object stores list late. And how
 often to look."""
 
+READ_AGAIN_S = 30.0
+"""How long a manifest or a shard that storage refuses to read is read again."""
+
 _leases: dict[tuple[str, int], Lease] = {}
 """The leases of this process, from `choose` to `load`."""
 
@@ -80,9 +84,11 @@ def choose_from(
     replicas. A bad checkpoint is skipped with an event checkpoint_rejected on rank 0, which names the files; see also the events
     replica_used and replica_failed. Until `load`, or for an hour, the checkpoint is not pruned.
     Raises CheckpointCorrupt if there are checkpoints and none is good, or `step`'s is bad; CheckpointTooNew if a newer raydist
-    wrote it; CheckpointNotFound if `step` is not committed; StorageError if the run's own folder cannot be read.
+    wrote it; CheckpointNotFound if `step` is not committed; StorageError if the run's own folder cannot be read, or a checkpoint
+    there that may be whole: to go on from an earlier one would give it up for good.
     """
     rejected: list[str] = []
+    unread: list[tuple[int, str]] = []  # (step, problem) of the run's own checkpoints
     passed: set[tuple[int, int]] = set()
     away: set[str] = set()
 
@@ -100,7 +106,7 @@ def choose_from(
             cause = f"attempt {by} was cut off and committed too late: attempt {newer} had gone on from an earlier step"
             say("checkpoint_rejected", step=late, file=file, cause=cause)
     while True:
-        claimed: tuple[Manifest, str] | CheckpointError | None = None
+        claimed: tuple[Manifest, str] | RaydistError | None = None
         candidate: tuple[int, int] | None = None  # (step, place): 0 is the run's own folder, 1 the first replica
         if rank == 0 and step is not None:
             candidate, claimed = (step, 0), _claim(run, step, None)
@@ -117,16 +123,24 @@ def choose_from(
         found = claimed[0] if isinstance(claimed, tuple) else _decoded(sent[1])
         at, where = candidate
         problems: list[str] = []
+        if any(step > at for step, _ in unread):
+            break
         if isinstance(found, Manifest):
             share = _check_share(run, replicas, where, found, rank, world_size)
-            problems = [p for of_rank in gather_json(share, group) for p in of_rank]
-            if not problems:
+            every = [(problem, whole) for of_rank in gather_json(share, group) for problem, whole in of_rank]
+            problems = [problem for problem, _ in every]
+            if problems and not where and all(whole for _, whole in every):
+                unread.append((at, problems[0]))
+                problems = []
+            elif not problems:
                 if where and rank == 0:
                     say("replica_used", step=at, replica=replicas[where - 1])
                 return _place(run, replicas, where), found
         elif isinstance(found, CheckpointTooNew):
             raise found
-        elif isinstance(found, CheckpointCorrupt):
+        elif isinstance(found, StorageError) and not where:
+            unread.append((at, found.message))
+        elif isinstance(found, CheckpointCorrupt | StorageError):
             problems = [found.message]
         elif step is not None and found is not None:
             raise found
@@ -140,6 +154,11 @@ def choose_from(
             say("checkpoint_rejected", step=at, file=file, cause=cause + more)
         if step is not None:
             break
+    if unread:
+        raise StorageError(
+            f"the checkpoint of step {unread[0][0]}: {unread[0][1]}",
+            "it may be whole, so it is not given up: the same command continues from it once storage can be read",
+        )
     if rejected:
         raise CheckpointCorrupt(
             f"{run.uri}: all checkpoints are damaged:\n    " + "\n    ".join(rejected),
@@ -148,7 +167,7 @@ def choose_from(
     return None
 
 
-def _encoded(found: tuple[Manifest, str] | CheckpointError | None) -> list[str] | None:
+def _encoded(found: tuple[Manifest, str] | RaydistError | None) -> list[str] | None:
     """For `broadcast_json`."""
     if isinstance(found, tuple):
         return [found[1]]
@@ -194,15 +213,20 @@ def _listed(
     return {(step, where): name for where, steps in found.items() for step, name in steps.items()}
 
 
-def _claim(run: RunDir, step: int, name: str | None) -> tuple[Manifest, str] | CheckpointError | None:
-    try:
-        if run.manifest(step) is not None:
-            _leases[run.uri, step] = Lease(run, step)
-        return manifest.read_with_text(run, step, name)
-    except (CheckpointCorrupt, CheckpointNotFound) as error:
-        return error
-    except StorageError as error:  # sent to all ranks, which wait for rank 0
-        return CheckpointCorrupt(error.message, error.hint)
+def _claim(run: RunDir, step: int, name: str | None) -> tuple[Manifest, str] | RaydistError:
+    """Errors are sent to all ranks, which wait for rank 0."""
+    deadline = time.monotonic() + READ_AGAIN_S
+    while True:
+        try:
+            if run.manifest(step) is not None:
+                _leases[run.uri, step] = Lease(run, step)
+            return manifest.read_with_text(run, step, name)
+        except (CheckpointCorrupt, CheckpointNotFound) as error:
+            return error
+        except StorageError as error:
+            if time.monotonic() > deadline:
+                return CheckpointCorrupt(error.message, error.hint) if manifest.unread("", error).lost else error
+            time.sleep(_LOOK_S)
 
 
 def release(run: RunDir, step: int) -> None:
@@ -214,22 +238,31 @@ def release(run: RunDir, step: int) -> None:
 
 def _check_share(
     run: RunDir, replicas: Sequence[str], where: int, found: Manifest, rank: int, world_size: int
-) -> list[str]:
-    """The problems of this rank's share of the files: every world_size-th, in descending order of size."""
+) -> list[tuple[str, bool]]:
+    """The problems of this rank's share of the files, and whether such a file may be whole. The share: every world_size-th, in
+    descending order of size."""
     try:
         run = _place(run, replicas, where)
     except (RaydistError, OSError) as error:
-        return [f"{replicas[where - 1]}: rank {rank} cannot reach it: {error}"]
+        return [(f"{replicas[where - 1]}: rank {rank} cannot reach it: {error}", False)]
     files = sorted(found.files.items(), key=lambda f: (-f[1].bytes, f[0]))[rank::world_size]
     problems = {name: manifest.check_file(run, found.step, name, entry) for name, entry in files}
-    deadline = time.monotonic() + LATE_S
-    while (
-        late := [n for n, p in problems.items() if p and _absent(run, found.step, n)]
-    ) and time.monotonic() < deadline:
+    begun = time.monotonic()
+
+    def again(name: str, problem: str | None) -> bool:
+        waited = time.monotonic() - begun
+        if isinstance(problem, manifest.Unread):
+            return waited < READ_AGAIN_S
+        return problem is not None and waited < LATE_S and _absent(run, found.step, name)
+
+    while late := [name for name, problem in problems.items() if again(name, problem)]:
         time.sleep(_LOOK_S)
-        run.storage.files(step_folder(found.step))  # an NFS client asks its server anew about a folder that is listed
+        with suppress(StorageError):
+            run.storage.files(
+                step_folder(found.step)
+            )  # an NFS client asks its server anew about a folder that is listed
         problems |= {name: manifest.check_file(run, found.step, name, found.files[name]) for name in late}
-    return [p for p in problems.values() if p]
+    return [(p, isinstance(p, manifest.Unread) and not p.lost) for p in problems.values() if p]
 
 
 def _absent(run: RunDir, step: int, name: str) -> bool:

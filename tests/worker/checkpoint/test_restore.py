@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import threading
 from pathlib import Path
@@ -11,9 +13,10 @@ import pytest
 import torch
 
 from raydist.checkpoint import manifest, retention
-from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, StorageError
 from raydist.records import Event
 from raydist.run.directory import RunDir
+from raydist.storage import Storage
 from raydist.worker.checkpoint import restore
 
 
@@ -67,6 +70,39 @@ def test_a_shard_that_is_seen_late_is_no_loss(saved: RunDir, tmp_path: Path) -> 
     later.join()
     assert found is not None
     assert (found.step, events) == (20, [])
+
+
+@pytest.mark.parametrize("of", ["shard", "MANIFEST"])
+@pytest.mark.parametrize(
+    ("code", "times", "taken"),
+    [(errno.ESTALE, 2, 20), (errno.EIO, 2, 20), (errno.ESTALE, 10**9, None), (errno.EIO, 10**9, 10)],
+)
+def test_what_storage_does_not_read_is_not_given_up(
+    code: int, times: int, taken: int | None, of: str, saved: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read again. If it stays so, nobody goes on from the step before, which would void a checkpoint that may be whole; but
+    bytes that a disk cannot read are lost."""
+    left, events = [times], list[Event]()
+
+    def refuse(name: str) -> None:
+        if "step-00000020" in name and f"/{of}" in name and left[0] > 0:
+            left[0] -= 1
+            raise StorageError(f"cannot read {name}: {os.strerror(code)}", "") from OSError(code, os.strerror(code))
+
+    for how in ("open", "read"):
+        real = getattr(Storage, how)
+        monkeypatch.setattr(Storage, how, lambda self, name, real=real: (refuse(name), real(self, name))[1])
+    monkeypatch.setattr(restore, "READ_AGAIN_S", 240.0 if times < 10 else 0.1)
+    monkeypatch.setattr(restore, "_LOOK_S", 0.01)
+    if taken is None:
+        with pytest.raises(StorageError, match="(?s)step 20: .*it may be whole"):
+            restore.choose(saved, on_event=events.append)
+        assert not events
+    else:
+        found = restore.choose(saved, on_event=events.append)
+        assert found is not None
+        assert found.step == taken
+        assert [event.data["step"] for event in events] == ([] if taken == 20 else [20])
 
 
 def test_a_shard_cut_short_or_missing_is_named(saved: RunDir) -> None:

@@ -342,3 +342,18 @@ def test_as_many_bytes_are_pinned_as_are_copied(kit: Any, tmp_path: Path, monkey
         one.save(step)
         one.saver.wait()
     assert [event.data["text"] for event in one.events if event.kind == "note"] == ["not pinned"]
+
+
+def test_a_manifest_that_nobody_could_read_is_not_committed(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint before stays, and the save has failed, with the remedy."""
+    one = kit.OneRank(tmp_path, asynchronous=True)
+    one.save(1)
+    one.saver.wait()
+    monkeypatch.setattr(manifest, "MOST_BYTES", 100)
+    one.save(2)
+    one.saver.wait()
+    assert one.run.committed() == [1]
+    (failed,) = (event for event in one.events if event.kind == "checkpoint_failed")
+    assert "nobody reads more than 100 bytes" in failed.data["cause"]
