@@ -80,14 +80,13 @@ class MonitorClient:
         ray.get(self.actor.end.remote(status, **({"cause": cause} if cause else {})), timeout=limit)
 
     def close(self) -> None:
-        """The run is over: the monitor exits. Without this, one on a cluster would stay until the driver ends: Ray keeps an actor
-        whose handle was pickled outside of a call, as for the node monitors.
+        """The run is over: the monitor exits by itself, as it has a file to delete. Without this, one on a cluster would stay until
+        the driver ends: Ray keeps an actor whose handle was pickled outside of a call, as for the node monitors.
         """
-        import ray
         from ray.exceptions import RayError
 
         with suppress(RayError):
-            ray.kill(self.actor)
+            self.actor.__ray_terminate__.remote()
 
     def say(self, kind: str, **data: Any) -> None:
         """Records an event with the present time."""

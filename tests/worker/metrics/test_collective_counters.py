@@ -286,21 +286,23 @@ class OfDevice(HostClock):
 
 
 @pytest.mark.parametrize("in_pass", [True, False])
-def test_threads_of_backward_passes_on_a_device_train(in_pass: bool) -> None:
+def test_threads_of_backward_passes_on_a_device_train(in_pass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA autograd's engine runs a backward pass in threads of its own: what they send, and nobody waits for, is exposed, as
-    are their waits. Other threads' are not."""
+    are their waits. Other threads' are not, nor are those of other streams, as of a lane."""
     log, clock = CollectiveCounters(torch.device("cpu")), OfDevice()
     log._clocks["cuda"] = clock
-
-    def engine() -> None:
-        for op in ("all_gather", "all_reduce"):
-            log._follow(clock, Call(op, "0", 0, object()))
-            if op == "all_gather":
-                Stream().wait_event()
 
     class Stream:
         def wait_event(self) -> None:
             """Waits for nothing."""
+
+    log._stream = trains = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+
+    def engine() -> None:
+        for op in ("all_gather", "all_reduce"):
+            log._follow(clock, Call(op, "0", 0, object()))
+            (trains if op == "all_gather" else Stream()).wait_event()
 
     log._patch(Stream, "wait_event")
     with log.backward() if in_pass else nullcontext():
