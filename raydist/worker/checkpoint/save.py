@@ -40,6 +40,7 @@ from raydist.worker.checkpoint import save_plan
 from raydist.worker.checkpoint.agreement import RankFailure
 from raydist.worker.checkpoint.commit import Committer, Facts
 from raydist.worker.checkpoint.save_in_flight import (
+    DELETING,
     FAILED,
     FENCED,
     SAVED,
@@ -191,8 +192,9 @@ class Saver:
             cause = save.result.cause if save.result is not None else None
             rank = rank if save.result is None or save.result.failed_rank is None else save.result.failed_rank
         else:
-            self._failures += seconds > self._timeout_s
-            cause = f"passed over: the save of step {save.step} is still on its way after {seconds:.0f} s"
+            self._failures += state != DELETING and seconds > self._timeout_s
+            what = "is done, but old ones are still being deleted" if state == DELETING else "is still on its way"
+            cause = f"passed over: the save of step {save.step} {what} after {seconds:.0f} s"
             self._say("checkpoint_failed", step=step, rank=rank, cause=cause, skipped=True)
         if self._failures >= self._max_failures:
             self._save = None  # it is not waited for again
@@ -260,7 +262,7 @@ class Saver:
         save = self._save
         if save is not None:
             left = save.begun + self._timeout_s - time.perf_counter()
-            if not save.done.wait(max(left, PATIENCE_S)):
+            if not save.done.wait(max(left, PATIENCE_S)) and not save.result:
                 self._save = None
                 who = "its own part is not written" if save.state() == WRITING else "it is waiting for other ranks"
                 raise SavesFailed(
@@ -276,7 +278,7 @@ class Saver:
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Waits for the save in flight. If it hangs, because a peer hangs, it is abandoned after `timeout_s`, with an event."""
         save, self._save = self._save, None
-        if save is not None and not save.done.wait(timeout_s):
+        if save is not None and not save.done.wait(timeout_s) and not save.result:
             cause = f"still not written {timeout_s:g} s after the end of training"
             self._say("checkpoint_failed", step=save.step, rank=self._rank, cause=cause)
         if self._warm is not None:
@@ -291,9 +293,7 @@ class Saver:
             if self._warm is not None:
                 self._warm.join()
             stage.copy(save.parts)
-            if stage.unpinned:
-                self._say("note", text=stage.unpinned)
-                stage.unpinned = ""
+            stage.tell(self._say)
         except BaseException as error:  # all ranks learn of it, below
             failure = error
         save.staged.set()

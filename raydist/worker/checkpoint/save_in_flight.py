@@ -13,8 +13,9 @@ from raydist.worker.checkpoint.save_plan import Part
 from raydist.worker.checkpoint.shard_writer import ShardWriter
 from raydist.worker.parameter_table import TensorTable
 
-SAVED, FAILED, WAITING, WRITING, FENCED = range(5)
-"""The state of a save on one rank; among ranks the largest counts. Waiting: this rank has written, others have not."""
+SAVED, FAILED, DELETING, WAITING, WRITING, FENCED = range(6)
+"""The state of a save on one rank; among ranks the largest counts. Deleting: it is committed, and old checkpoints are being
+deleted. Waiting: this rank has written, others have not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,9 @@ class Save:
     result: SaveResult | None = None
 
     def state(self) -> int:
-        """SAVED, FAILED, WAITING or WRITING."""
+        """All but FENCED."""
         if self.done.is_set():
             return SAVED if self.result else FAILED
+        if self.result:
+            return DELETING
         return WRITING if self.writer is None or self.writer.busy else WAITING

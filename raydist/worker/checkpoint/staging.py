@@ -9,7 +9,7 @@ It has the layout of the shard, which is the buffer written to a file.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +57,12 @@ class Stage:
                 f"{self._buffer.nbytes:,} bytes for copies of the state could not be pinned (CUDA error {code}): each copy stops "
                 "training for several times as long; look at the limits of the container or of the account"
             )
+
+    def tell(self, say: Callable[..., None]) -> None:
+        """Calls `say` once, with an event's kind and text, if the buffer could not be pinned."""
+        if self.unpinned:
+            say("note", text=self.unpinned)
+            self.unpinned = ""
 
     def ready(self) -> None:
         """The training thread: kernels launched on its stream before this call are part of the state to copy."""

@@ -7,6 +7,7 @@ import fcntl
 import io
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,8 @@ import torch
 from raydist.checkpoint import manifest
 from raydist.errors import CheckpointError, StorageError
 from raydist.storage import Storage
-from raydist.worker.checkpoint import memory_saver, restore, shard_writer, staging
+from raydist.worker.checkpoint import memory_saver, restore, save, shard_writer, staging
+from raydist.worker.checkpoint.commit import Committer
 from raydist.worker.checkpoint.staging import Stage
 
 
@@ -357,3 +359,23 @@ def test_a_manifest_that_nobody_could_read_is_not_committed(
     assert one.run.committed() == [1]
     (failed,) = (event for event in one.events if event.kind == "checkpoint_failed")
     assert "nobody reads more than 100 bytes" in failed.data["cause"]
+
+
+def test_checkpoints_that_are_deleted_slowly_fail_no_save(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As thousands of files on an object store: steps in between are passed over, and at the end nobody waits for it."""
+    may, delete = threading.Event(), Committer.delete_old
+    monkeypatch.setattr(Committer, "delete_old", lambda *given: (may.wait(240), delete(*given))[1])
+    monkeypatch.setattr(save, "PATIENCE_S", 0.01)
+    one = kit.OneRank(tmp_path, asynchronous=True, timeout_s=0.0, max_failures=1)
+    one.save(1)
+    while not one.run.committed() or not one.saver._save.result:
+        time.sleep(0.01)
+    assert not one.save(2)
+    (failed,) = (event.data for event in one.events if event.kind == "checkpoint_failed")
+    assert "the save of step 1 is done, but old ones are still being deleted" in failed["cause"]
+    assert one.saver.wait()
+    one.saver.close(0.01)
+    may.set()
+    assert one.kinds().count("checkpoint_failed") == 1
