@@ -6,7 +6,7 @@ Runs anywhere: in the preparing process, and in Ray Data's tasks. numpy and pyar
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from raydist import remote_filesystem
 from raydist.data import sources
@@ -28,7 +29,8 @@ Document = bytes | npt.NDArray[np.int64] | Rendered
 LONGEST_LINE = 1 << 30
 """Bytes of a line of JSON: one without an end would fill the memory."""
 _CHUNK = 4 << 20
-_ROWS = 1024
+_ROWS, _BATCH_BYTES = 1024, 64 << 20
+"""Most rows that are read at once from Parquet, and most bytes, by the mean of a row: documents may be long."""
 
 
 def read(piece: Piece, column: str, chat: Conversations | None = None) -> Iterator[Document]:
@@ -225,8 +227,7 @@ def _parquet(piece: Piece, column: str) -> Iterator[Document]:
     file: SourceFile = piece.file
     with sources.parquet(file, column) as table:
         row = sum(table.metadata.row_group(i).num_rows for i in range(piece.start))
-        groups = list(range(piece.start, piece.stop))
-        for batch in table.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[column]):
+        for batch in _batches(piece, table, columns=[column]):
             values = batch.column(0)
             if pa.types.is_dictionary(values.type):
                 values = values.dictionary_decode()
@@ -235,7 +236,7 @@ def _parquet(piece: Piece, column: str) -> Iterator[Document]:
                 values = values.view(pa.binary())
             elif pa.types.is_large_string(values.type):
                 values = values.view(pa.large_binary())
-            for value in values.to_pylist():
+            for value in _plain(values):
                 document = of_record(value, partial('{}: row {}, column "{}"'.format, file.name, row, column))
                 row += 1
                 if document is not None:
@@ -245,7 +246,25 @@ def _parquet(piece: Piece, column: str) -> Iterator[Document]:
 def _parquet_rows(piece: Piece) -> Iterator[tuple[Where, Any]]:
     with sources.parquet(piece.file, None) as table:
         row = sum(table.metadata.row_group(i).num_rows for i in range(piece.start))
-        for batch in table.iter_batches(batch_size=_ROWS, row_groups=list(range(piece.start, piece.stop))):
+        for batch in _batches(piece, table):
             for value in batch.to_pylist():
                 yield partial("{}: row {}".format, piece.file.name, row), value
                 row += 1
+
+
+def _batches(piece: Piece, table: pq.ParquetFile, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    groups = range(piece.start, piece.stop)
+    facts = [table.metadata.row_group(i) for i in groups]
+    each = sum(group.total_byte_size for group in facts) // max(1, sum(group.num_rows for group in facts))
+    rows = max(1, min(_ROWS, _BATCH_BYTES // max(1, each)))
+    yield from table.iter_batches(batch_size=rows, row_groups=list(groups), columns=columns)
+
+
+def _plain(values: pa.Array) -> Iterator[Any]:
+    """One by one. Token ids stay arrays: as lists of Python's integers they take many times the memory and time."""
+    for value in values:
+        ids = value.values if isinstance(value, pa.ListScalar) and value.is_valid else None
+        if ids is not None and pa.types.is_integer(ids.type) and not ids.null_count:
+            yield ids.to_numpy()
+        else:
+            yield value.as_py()

@@ -14,8 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from raydist.data import documents as documents_module
 from raydist.data import open_or_prepare, shards
 from raydist.data import prepare as module
 from raydist.data.dataset import TokenDataset
@@ -395,6 +398,20 @@ def test_token_ids_as_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(DataError, match=r"token ids has 1 to 257: bytes has \[0, 257\)"):
         prepare([f"{name}:bad"], str(tmp_path / "bad"))
     assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.uint16()), pa.list_(pa.int64(), 3)])
+def test_token_ids_in_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: pa.DataType) -> None:
+    """Lists of any integers, read in batches of few rows where they are long; one with a null in it is refused, with its row."""
+    monkeypatch.setattr(documents_module, "_BATCH_BYTES", 20)
+    rows = [[1, 2, 256], None, [3, 4, 5], [6, 7, 8]]
+    pq.write_table(pa.table({"text": pa.array(rows, kind)}), tmp_path / "ids.parquet")
+    prepare([str(tmp_path / "ids.parquet")], str(tmp_path / "out"), eval_fraction=0.0)
+    split = TokenDataset(tmp_path / "out").split("train")
+    assert split.read(0, len(split)).tolist() == [1, 2, 256, 3, 4, 5, 256, 6, 7, 8, 256]
+    pq.write_table(pa.table({"text": pa.array([[1, 2, 3], [1, None, 3]], kind)}), tmp_path / "null.parquet")
+    with pytest.raises(DataError, match='row 1, column "text": a document has type list'):
+        prepare([str(tmp_path / "null.parquet")], str(tmp_path / "bad"))
 
 
 def asked(**changes: Any) -> SimpleNamespace:
