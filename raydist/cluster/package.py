@@ -4,8 +4,8 @@ Runs in: the driver, and `raydist submit`. Imports ray inside functions; never t
 
 Inside a git work tree: the tracked files, and untracked ones that .gitignore does not exclude. Elsewhere Ray's own parser
 reads the .gitignore files. .rayignore files apply everywhere. Always left out: .git, virtual environments, caches
-(`CACHEDIR.TAG`), and raydist's own output: runs, sweeps, prepared data, and storages of runs. A file or folder that the job
-names is shipped even if one of these rules excludes it.
+(`CACHEDIR.TAG`), and raydist's own output: runs, sweeps, prepared data, and storages of runs; files of secrets, by their names;
+links out of the folder. A file or folder that the job names is shipped even if one of these rules excludes it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,27 @@ HEAD_LIMIT = 512 << 20
 _LARGE = 10 << 20
 _LARGEST = 5
 _CHUNK = 1 << 20
-_SECRETS = re.compile(r"\.env(?!\.(example|sample|template)$)(\..+)?|\.netrc|\.git-credentials")
+_ENV = r"\.env(?!\.(example|sample|template)$)(\..+)?"
+_SECRETS = re.compile(
+    rf"{_ENV}|(?!(example|sample|template)\.).+\.env|\.envrc|.+\.(pem|key|p12|pfx)|id_(rsa|dsa|ecdsa|ed25519)(_sk)?|"
+    r"\.netrc|\.git-credentials|\.pypirc|\.npmrc|\.pgpass|\.dockercfg|\.s3cfg|\.boto|kubeconfig|"
+    r"(.+[-_.])?service[-_]?account([-_.].+)?\.json|(.+[-_.])?credentials(\.json)?",
+    re.IGNORECASE,
+)
 """Files that are never shipped, unless the job names them: a cluster's nodes and its head keep what is shipped."""
+_SECRET_FOLDERS = re.compile(
+    rf"(.*/)?({_ENV}|\.ssh|\.aws|\.kube|\.gnupg|\.docker|\.azure|\.config/gcloud)", re.IGNORECASE
+)
+"""Folders of which the same holds, by their names with `/`."""
+_OUT = "a link out of the folder"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """Date of every file in the archive: equal files give equal archives, and Ray does not upload an archive that it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """`files` of `root`: relative name with `/` -> bytes. `left_out`: folders that raydist has made -> their kind, "a run"."""
+    """`files` of `root`: relative name with `/` -> bytes. `left_out`: secrets, links out of `root`, and folders that raydist has
+    made -> their kind, "a run"."""
 
     root: Path
     files: Mapping[str, int]
@@ -65,7 +77,7 @@ class Package:
         return text
 
     def describe(self, packed: int) -> str:
-        """A line for the user: what is shipped, and which raydist output is left out. `packed`: bytes of the archive."""
+        """A line for the user: what is shipped, and `left_out`. `packed`: bytes of the archive."""
         text = f"ships {len(self.files)} files of {self.root}: {mib(self.size)}, {mib(packed)} packed"
         if packed >= _LARGE:
             text += f"; the largest: {self.largest()}"
@@ -128,11 +140,15 @@ def select(root: Path, storages: Sequence[str] = (), needed: Sequence[str] = ())
     for name in map(os.path.normpath, needed):
         path = root / name
         if path.is_dir():
-            files |= _Walk(root, walk.never, frozenset(), None, ignoring=False).files(path)
+            named = _Walk(root, walk.never, frozenset(), None, ignoring=False)
+            files |= named.files(path)
+            walk.left_out |= named.left_out
         elif path.is_file():
             files[name] = path.stat().st_size
     left_out = {
-        name: what for name, what in walk.left_out.items() if not any(file.startswith(f"{name}/") for file in files)
+        name: what
+        for name, what in walk.left_out.items()
+        if name not in files and not any(file.startswith(f"{name}/") for file in files)
     }
     return Package(root, dict(sorted(files.items())), left_out)
 
@@ -175,18 +191,27 @@ class _Walk:
             name = path.relative_to(self.root).as_posix()
             if entry.name in self.never or any(rule(path) for rule in rules):
                 continue
-            if _SECRETS.fullmatch(entry.name):
-                self.left_out[name] = "a file of secrets"
+            inner = os.path.isdir(path)  # False for a link that goes round in a circle, for which entry.is_dir() raises
+            real = Path(os.path.realpath(path)) if inner or entry.is_symlink() else path
+            if what := _secret(name, real, inner):
+                self.left_out[name] = what
                 continue
-            if entry.is_dir():
+            # A job may name a folder of links to data elsewhere: all of that is shipped.
+            out = self.ignoring and entry.is_symlink() and not real.is_relative_to(self.root)
+            if inner:
                 # A submodule, another repository or a symlink to a folder: git lists it, and does not enter it.
                 other = by_git and self.listed is not None and name in self.listed
                 known = not by_git or other or (self.above is not None and name in self.above)
-                real = path.resolve()
                 if known and real not in above and not self._own(path, name):
-                    yield from self._inside(path, rules, [*above, real], by_git and not other)
-            elif entry.is_file() and (not by_git or (self.listed is not None and name in self.listed)):
-                yield name, entry.stat().st_size
+                    if out:
+                        self.left_out[name] = _OUT
+                    else:
+                        yield from self._inside(path, rules, [*above, real], by_git and not other)
+            elif os.path.isfile(path) and (not by_git or (self.listed is not None and name in self.listed)):
+                if out:
+                    self.left_out[name] = _OUT
+                else:
+                    yield name, entry.stat().st_size
 
     def _own(self, path: Path, name: str) -> bool:
         """Whether no job needs this folder: a virtual environment, a cache, or output of raydist (which goes into `left_out`)."""
@@ -197,6 +222,14 @@ class _Walk:
         if what := "a storage of runs" if path.resolve() in self.storages else made_by_raydist(path):
             self.left_out[name] = what
         return bool(what)
+
+
+def _secret(name: str, real: Path, folder: bool) -> str:
+    """Kind of secrets of that name, or where a link of that name leads; "" for anything else."""
+    names = _SECRET_FOLDERS if folder else _SECRETS
+    if any(names.fullmatch(each) for each in ((name, real.as_posix()) if folder else (Path(name).name, real.name))):
+        return "a folder of secrets" if folder else "a file of secrets"
+    return ""
 
 
 def made_by_raydist(folder: Path) -> str:

@@ -80,13 +80,77 @@ def test_what_is_shipped(folder: Path, by_git: bool) -> None:
 
 @pytest.mark.parametrize("by_git", [True, False])
 def test_what_a_job_names_is_shipped_all_the_same(folder: Path, by_git: bool) -> None:
-    """Files and folders that a job names are shipped even if ignored; so is prepared data."""
+    """Files and folders that a job names are shipped even if ignored; so is prepared data. Secrets in them are listed."""
+    (folder / "corpus/tls.key").write_text("x")
     if by_git:
         git(folder, "init", "-q")
     found = package.select(folder, [], ["./corpus", "a.log", "own", "secret.txt"])
     more = {"a.log", "corpus/index.json", "corpus/train-000000-000.arrow", "own/made.txt", "secret.txt"}
     assert set(found.files) == ALWAYS | more | {"results/notes.txt"}
     assert "corpus" not in found.left_out
+    assert found.left_out["corpus/tls.key"] == "a file of secrets"
+
+
+SECRETS = {
+    ".aws/credentials": ".aws", ".ssh/id_ed25519": ".ssh", "own/.kube/config": "own/.kube", ".gnupg/x": ".gnupg",
+    ".docker/config.json": ".docker", ".azure/x": ".azure", ".config/gcloud/x": ".config/gcloud", "id_rsa": "",
+    "own/id_ed25519_sk": "", ".envrc": "", "prod.env": "", ".pypirc": "", "service-account.json": "", "gcp_credentials.json": "",
+    "own/tls.pem": "", "tls.KEY": "",
+}  # fmt: skip
+PLAIN = {
+    ".env.example",
+    "example.env",
+    "own/credentials.py",
+    "keys.json",
+    "id_rsa.pub",
+    ".config/x",
+    "gym.env/x",
+    "key",
+}
+
+
+@pytest.mark.parametrize("by_git", [True, False])
+def test_secrets(folder: Path, by_git: bool) -> None:
+    """Files and folders that hold secrets by their names are left out and listed, as is a link to one; what the job names is
+    shipped, and not listed."""
+    for name in SECRETS.keys() | PLAIN:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    (folder / "plain.txt").symlink_to("own/tls.pem")
+    (folder / "plain").symlink_to(".ssh")
+    if by_git:
+        git(folder, "init", "-q")
+        git(folder, "add", "-f", ".")
+    found = package.select(folder, [], ["prod.env"])
+    assert found.files.keys() >= PLAIN | {"prod.env"}
+    assert not found.files.keys() & (SECRETS.keys() | {"plain.txt", "plain/id_ed25519"}) - {"prod.env"}
+    folders = set(SECRETS.values()) - {""} | {"plain"}
+    files = {name for name, inside in SECRETS.items() if not inside} - {"prod.env"} | {"plain.txt"}
+    kinds = dict.fromkeys(folders, "a folder of secrets") | dict.fromkeys(files, "a file of secrets")
+    assert found.left_out.items() >= kinds.items()
+    assert "prod.env" not in found.left_out
+
+
+@pytest.mark.parametrize("by_git", [True, False])
+def test_links_out_of_the_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory, by_git: bool) -> None:
+    """A link that leads elsewhere is left out and listed, one that git ignores or that leads nowhere is not listed; what the job
+    names is shipped, with its links."""
+    other = tmp_path_factory.mktemp("other")
+    (other / "text.txt").write_text("x")
+    (folder / "data").mkdir()
+    for name, to in (("pw", other / "text.txt"), ("all", other), ("data/a.txt", other / "text.txt"), ("b.log", other)):
+        (folder / name).symlink_to(to)
+    (folder / "lost").symlink_to("no/such")
+    (folder / "round").symlink_to("round")
+    if by_git:
+        git(folder, "init", "-q")
+    found = package.select(folder)
+    out = {"pw", "all", "data/a.txt"}
+    assert {name for name, what in found.left_out.items() if what == "a link out of the folder"} == out
+    assert not [name for name in found.files if name.startswith(("pw", "all", "data/", "b.log", "lost", "round"))]
+    found = package.select(folder, [], ["data", "pw", "all"])
+    assert found.files.keys() >= {"data/a.txt", "pw", "all/text.txt"}
+    assert not found.left_out.keys() & out
 
 
 def test_other_repositories_and_links(folder: Path) -> None:
