@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from numbers import Real
 from typing import IO, Any, ParamSpec, Protocol, TypeVar
 
 from raydist.errors import SIGNALLED, RaydistError, TrainingStopped, UsageError, error_from
@@ -29,6 +30,7 @@ _START = (
     "main(sys.argv[1], *map(int, sys.argv[2:]))"
 )
 _RAYDIST = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_SHOWN = 60
 _LAST = 4096
 """Bytes of the process's output that are shown if it ends without an error of raydist's."""
 
@@ -182,7 +184,7 @@ def _plain(value: Any) -> Any:
     if getattr(value, "shape", None) == ():  # a number of numpy or torch
         return value.item()
     raise UsageError(
-        f"{value!r:.60}: a {type(value).__module__}.{type(value).__qualname__} is not a value of a job",
+        f"{repr(value)[:_SHOWN]}: a {type(value).__module__}.{type(value).__qualname__} is not a value of a job",
         "give numbers, texts, lists and dicts",
     )
 
@@ -190,9 +192,14 @@ def _plain(value: Any) -> Any:
 def check_numbers(most: float = math.inf, **numbers: tuple[float | None, float]) -> None:
     """Raises UsageError. Of each argument its value, and the least that it may be; `most`: what none may exceed."""
     for name, (value, least) in numbers.items():
-        if value is not None and not (least <= value <= most and math.isfinite(value)):
+        # A script may give anything, numbers of numpy and torch included.
+        number = isinstance(value, Real) or getattr(value, "shape", None) == ()
+        if value is not None and not (number and least <= value <= most and math.isfinite(value)):
             limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise UsageError(f"{name}={value}: is not a number {limits}", "give another one, or leave it out")
+            raise UsageError(
+                f"{name}={value if number else repr(value)[:_SHOWN]}: is not a number {limits}",
+                "give another one, or leave it out",
+            )
 
 
 def answer(data: bytes) -> tuple[Any, RaydistError | None]:

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 
 from raydist import __version__
+from raydist.errors import RaydistError
 from raydist.paths import cache_folder
 from raydist.printable import printable
 from raydist.private_files import make_private_folder
@@ -23,15 +24,16 @@ INTERNAL = 70
 _SHOWN = 300
 
 
-def report(error: BaseException) -> int:
-    """Prints two lines on stderr, writes the traceback to a file, and returns the exit code."""
+def report(error: BaseException) -> RaydistError:
+    """Prints two lines on stderr, writes the traceback to a file, and returns an error with these lines."""
     what = " ".join(printable(redact(f"{type(error).__name__}: {error}")).split())
-    print(f"raydist: an error of raydist itself: {what[:_SHOWN]}", file=sys.stderr)
     try:
-        print(f"  please report it, with {_written(error)}", file=sys.stderr)
+        remedy = f"please report it, with {_written(error)}"
     except OSError as failure:
-        print(f"  please report it; its traceback could not be written: {failure}", file=sys.stderr)
-    return INTERNAL
+        remedy = f"please report it; its traceback could not be written: {failure}"
+    told = RaydistError(f"an error of raydist itself: {what[:_SHOWN]}", remedy)
+    print(f"raydist: {told}", file=sys.stderr)
+    return told
 
 
 def _written(error: BaseException) -> Path:

@@ -29,7 +29,8 @@ def run(
     trusted: bool = True,
     started: bool = True,
 ) -> None:
-    """Runs `body`, and exits with its code. A RaydistError is printed as one message on stderr, and given to `tell`.
+    """Runs `body`, and exits with its code. A RaydistError is printed as one message on stderr, and given to `tell`, as
+    is what a user is told of any other error.
 
     `trusted`: whether the user's own code may run. `started`: whether `body` starts something that storage may stop later.
     """
@@ -59,13 +60,15 @@ def run(
         sys.exit(0)
     except OSError as error:
         if error.errno not in _FULL or error.filename is not None:
-            leave(crash.report(error))
+            tell(crash.report(error))
+            leave(crash.INTERNAL)
         # The buffer cannot be written: without this, Python would report the error again at exit.
         sys.stdout = None
         print(f"raydist: stdout cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(3)
     except Exception as error:
-        leave(crash.report(error))
+        tell(crash.report(error))
+        leave(crash.INTERNAL)
 
 
 def _set_imports(trusted: bool) -> None:

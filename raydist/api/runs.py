@@ -267,14 +267,14 @@ class Run(Started[RunDir]):
 
         return reader(self.folder, attempt, rank).read(last=True)
 
-    def report(self, path: str | None = None) -> str:
+    def report(self, path: str | Path | None = None) -> str:
         """Writes the run's page to a path or URI, by default report.html in its folder, and returns where it is.
 
         Raises UsageError if `path` is a folder.
         """
         return self.write_page(path)[0]
 
-    def write_page(self, path: str | None) -> tuple[str, Report]:
+    def write_page(self, path: str | Path | None) -> tuple[str, Report]:
         """`report`, with the figures on the page."""
         from raydist.report import run_metrics
         from raydist.report.html import run as pages
@@ -354,10 +354,13 @@ def export(
         show(line)
 
 
-def place_of(path: str | None, home: Storage) -> tuple[Storage, str]:
+def place_of(path: str | Path | None, home: Storage) -> tuple[Storage, str]:
     """The folder and the file name of a page: `path`, or report.html in `home`. Raises UsageError if `path` is no file."""
     if path is None:
         return home, REPORT
+    if not isinstance(path, str | Path):
+        raise UsageError(f"{path!r:.60} is not the name of a file", "give a path, or a URI")
+    path = str(path)
     place, mark, query = path.partition("?") if "://" in path else (path, "", "")
     folder, slash, name = place.rpartition("/")
     target = Storage(f"{folder or slash or '.'}{mark}{query}")

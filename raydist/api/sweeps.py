@@ -5,6 +5,7 @@ Runs in: the user's process. Imports pyarrow inside functions; never torch or ra
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist.api import notebook
@@ -47,7 +48,7 @@ class Sweep(Started["SweepDir"]):
         runs = {cell.id: self.folder.run(cell.id) for cell in self.folder.cells()}
         return {cell: Run(run) for cell, run in runs.items() if run.exists()}
 
-    def report(self, path: str | None = None) -> str:
+    def report(self, path: str | Path | None = None) -> str:
         """Writes the sweep's page to a path or URI, by default report.html in its folder, and returns where it is."""
         home, name = place_of(path, self.folder.storage)
         home.write(name, page(self.show()))

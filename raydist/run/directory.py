@@ -88,9 +88,9 @@ _ATTEMPT = re.compile(r"(\d+)(?:-from-(\d+))?\.json")
 
 def check_name(name: str) -> str:
     """Returns `name` if it is a valid run name. Raises UsageError."""
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):  # a script may give anything
         raise UsageError(
-            f"run name {quoted(name)!r}",
+            f"run name {quoted(name) if isinstance(name, str) else name!r}",
             "use letters, digits, '.', '_' and '-', at most 100, beginning with a letter or digit",
         )
     return name

@@ -76,6 +76,10 @@ def load(
         over.tree.setdefault("deepspeed", str(deepspeed))
     if isinstance(job, str | Path):
         layers = read_job(Path(job))
+    elif not isinstance(job, Mapping | JobSpec):
+        raise SpecError(
+            f"{source_of(job)}: {quoted(repr(job))} is not a job; give a YAML file, its fields as a dict, or a JobSpec"
+        )
     else:
         layers = layers_of(job.model_dump(mode="json") if isinstance(job, JobSpec) else job, source_of(job))
     return resolve([*layers, over], source_of(job), warn)
@@ -113,6 +117,8 @@ def overriding(overrides: Overrides) -> Layer:
         return over
     if isinstance(overrides, str):
         raise SpecError(f"set: {quoted(overrides)!r} is text; write set={{'optim.lr': 3e-4}}")
+    if not isinstance(overrides, Sequence) or not all(isinstance(text, str) for text in overrides):
+        raise SpecError(f"set: {quoted(repr(overrides))} is no dict; write set={{'optim.lr': 3e-4}}")
     for text in overrides:
         name, equals, value = text.partition("=")
         if not equals or not name:
@@ -239,6 +245,10 @@ def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[Layer]:
 def layers_of(tree: Mapping[str, Any], place: str, folder: Path = Path(), seen: tuple[Path, ...] = ()) -> list[Layer]:
     """The fields that stand at `place`, whose paths are relative to `folder`, after those of the files that they extend."""
     tree = dict(tree)
+    if wrong := [key for key in tree if not isinstance(key, str)]:
+        raise SpecError(
+            f"{place}: {quoted(repr(wrong[0]))} is not the name of a field; write it as text, as in 'train'"
+        )
     parent = tree.pop("extends", None)
     own = Layer(tree, dict.fromkeys(_paths(tree), place), folder)
     if parent is None:

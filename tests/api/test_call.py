@@ -101,6 +101,18 @@ def test_a_call_raises_its_own_error(tmp_path: Path, capfd: pytest.CaptureFixtur
         assert ("no run" in capfd.readouterr().err) is tied
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_call_that_crashes(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that nobody expects arrives with its type, its message and the file with its traceback."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(RaydistError, match="an error of raydist itself: TypeError: the JSON object must be") as caught:
+        Call("json:loads", {"s": 3}, tied=tied).wait()
+    assert type(caught.value) is RaydistError
+    log = Path(caught.value.hint.removeprefix("please report it, with "))
+    assert log.is_relative_to(tmp_path)
+    assert "Traceback" in log.read_text()
+
+
 def test_a_killed_call() -> None:
     """It sends nothing: the error names the signal."""
     call = Call("signal:pause", {}, tied=False)

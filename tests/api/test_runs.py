@@ -67,7 +67,9 @@ def test_a_finished_run(folder: RunDir) -> None:
             run.logs(**wrong)
     assert Path(run.report()).read_text().startswith("<!doctype html>")
     page = str(Path(folder.uri).parent / "page.html")
-    assert run.report(page) == page
+    assert run.report(page) == run.report(Path(page)) == page
+    with pytest.raises(UsageError, match="3 is not the name of a file"):
+        run.report(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="is a folder"):
         run.report(str(Path(folder.uri).parent))
     assert run.wait() is run
@@ -250,12 +252,18 @@ def test_a_wrong_job_is_an_error_here(tmp_path: Path) -> None:
         (job, {"optim.lrr": 1}, "set optim.lrr: optim.lrr: .*did you mean"),
         (job, "optim.lr=1", "set: 'optim.lr=1' is text; write set={'optim.lr': 3e-4}"),
         (job, {1: 2}, "set 1: 1: unknown field"),
+        (job, 3, "set: 3 is no dict; write set="),
+        (None, {}, "spec: None is not a job; give a YAML file"),
+        ({1: 1}, {}, "spec: 1 is not the name of a field"),
         (str(tmp_path / "jbo.yaml"), {}, "no such file"),
         ({"model": {"name": "gtp"}, "data": {"source": "text"}, "train": {"steps": 1}}, {}, "spec: model.name: .*gpt"),
         ({"train": {"steps": -1}}, {}, "train.steps"),
     ):
         with pytest.raises(SpecError, match=text):
             raydist.train(spec, set=given, storage=str(tmp_path))
+    for wrong, text in (({"until": "5"}, "until='5': is not a number of at least 1"), ({"name": 3}, "run name 3")):
+        with pytest.raises(UsageError, match=text):
+            raydist.train(job, storage=str(tmp_path), **wrong)
     own = {
         "data": {"source": str(tmp_path / "text")},
         "train": {"steps": 1},
