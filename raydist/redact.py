@@ -29,16 +29,22 @@ _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|(?:^|[_-])(?:token|pwd|pat)(?:[_-]|$)|(?:api|access|private|signing)[_-]?key|(?:^|[_-])auth$",
     re.IGNORECASE,
 )
+# Of a tokenizer: a model that is built again from a stored job needs them.
+_SPECIAL_TOKEN = re.compile(r"(bos|eos|pad|unk|mask|sep|cls|additional_special)_tokens?")
 _HIDDEN = "<secret>"
 _SHORTEST = 8
 """A shorter value is not looked for in texts: it may stand there by chance."""
 _values: set[str] = set()
 
 
+def _is_secret(name: str) -> bool:
+    return _SECRET_NAME.search(name) is not None and not _SPECIAL_TOKEN.fullmatch(name)
+
+
 def remember(variables: Mapping[str, str]) -> None:
     """From now on `redact` also removes the values of those variables whose names say that they are secret, in this process."""
     for name, value in variables.items():
-        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST and not os.path.exists(value):
+        if _is_secret(name) and len(value) >= _SHORTEST and not os.path.exists(value):
             _values.add(value)
 
 
@@ -61,7 +67,7 @@ def _redacted(value: Any) -> Any:
     if isinstance(value, dict):
         return {
             _redacted(key): _HIDDEN
-            if isinstance(item, str) and item and isinstance(key, str) and _SECRET_NAME.search(key)
+            if isinstance(item, str) and item and isinstance(key, str) and _is_secret(key)
             else _redacted(item)
             for key, item in value.items()
         }

@@ -83,6 +83,20 @@ def test_variables_and_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(UserError("401 for wJalrXUtn", "export wJalrXUtn")) == "401 for <secret>\n  export <secret>"
 
 
+@pytest.mark.parametrize("kind", ["bos", "eos", "pad", "unk", "mask", "sep", "cls", "additional_special"])
+def test_special_tokens_of_a_tokenizer(kind: str) -> None:
+    """Options of these names are no secrets; names that only contain them are."""
+    kept = {f"{kind}_token": "<s>", f"{kind}_tokens": "[MASK]"}
+    assert redact(kept) == kept
+    for secret in (f"my_{kind}_token", f"{kind}_token_2", f"{kind.upper()}_TOKEN"):
+        assert redact({secret: "<s>"}) == {secret: "<secret>"}
+    options = {"bos_token": "<s>", "api_token": "hf_abcdefgh"}
+    job = parse(
+        {"model": {"name": "tests.ownmodels:row", "options": options}, "data": {"source": "x"}, "train": {"steps": 1}}
+    )
+    assert yaml.safe_load(stored(job))["model"]["options"] == {"bos_token": "<s>", "api_token": "<secret>"}
+
+
 def test_a_stored_job_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """spec.yaml has the names of secret variables without their values, and can be read; the run's folder is private."""
     monkeypatch.setattr("raydist.redact._values", set())
