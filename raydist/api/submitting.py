@@ -201,27 +201,33 @@ def _named_by(jobs: Iterable[JobSpec], root: Path) -> list[Path]:
 
     Raises UserError for data or weights with a relative path that is not under `root`.
     """
+    found: dict[Path, None] = {}
+    for job in jobs:
+        for module in (name.partition(":")[0].partition(".")[0] for name in job.own_code() if ":" in name):
+            found |= {path: None for path in (Path(f"{module}.py"), Path(module)) if (root / path).exists()}
+        for field, name in files_of(job).items():
+            if not name.startswith(("/", "~")):
+                found |= dict.fromkeys(_under(root, name, field))
+    return list(found)
+
+
+def files_of(job: JobSpec) -> dict[str, str]:
+    """The local files and folders, and globs, of data and weights that the job names: dotted field -> name."""
     from raydist.checkpoint.hub import options_with_files
+    from raydist.data.chat_template import BUILT_IN
     from raydist.data.sources import STDLIB, is_records
     from raydist.spec.script import SESSION
 
-    found: dict[Path, None] = {}
-    for job in jobs:
-        source, tokenizer = job.data.source or STDLIB, job.data.tokenizer
-        modules = job.own_code()
-        data = {} if job.model.name == SESSION else {"data.path": job.data.path, "model.hf": job.model.hf}
-        data |= {f"model.options.{key}": name for key, name in options_with_files(job).items()}
-        if not is_records(source) and source != STDLIB:
-            data["data.source"] = source
-        if tokenizer != "bytes" and not tokenizer.startswith("bpe:") and tokenizer not in modules:
-            data["data.tokenizer"] = tokenizer
-        for module in (name.partition(":")[0].partition(".")[0] for name in modules if ":" in name):
-            found |= {path: None for path in (Path(f"{module}.py"), Path(module)) if (root / path).exists()}
-        for field, name in data.items():
-            if name is None or "://" in name or name.startswith(("/", "~")):
-                continue
-            found |= dict.fromkeys(_under(root, name, field))
-    return list(found)
+    source, tokenizer = job.data.source or STDLIB, job.data.tokenizer
+    data = {} if job.model.name == SESSION else {"data.path": job.data.path, "model.hf": job.model.hf}
+    data |= {f"model.options.{key}": name for key, name in options_with_files(job).items()}
+    if not is_records(source) and source != STDLIB:
+        data["data.source"] = source
+    if tokenizer != "bytes" and not tokenizer.startswith("bpe:") and tokenizer not in job.own_code():
+        data["data.tokenizer"] = tokenizer
+    if job.data.chat_template not in BUILT_IN:
+        data["data.chat_template"] = job.data.chat_template
+    return {field: name for field, name in data.items() if name is not None and "://" not in name}
 
 
 def _under(root: Path, name: str, field: str) -> list[Path]:

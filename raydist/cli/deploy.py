@@ -16,7 +16,7 @@ import typer
 from raydist.cli import options, output
 from raydist.errors import UsageError
 from raydist.redact import redact
-from raydist.run.directory import check_name
+from raydist.run.directory import SPEC, check_name
 
 if TYPE_CHECKING:
     from raydist.spec import JobSpec
@@ -168,8 +168,21 @@ def _check_secrets(words: Sequence[str]) -> None:
 
 def _found_in_pods(job: JobSpec) -> None:
     """Raises UsageError for data or weights with a relative path: a pod has no folder of the user's."""
-    for field, value in (("data.path", job.data.path), ("data.source", job.data.source), ("model.hf", job.model.hf)):
-        if value is not None and "/" in value and "://" not in value and not value.startswith("/"):
+    from raydist.api.submitting import files_of
+    from raydist.checkpoint.source import split
+
+    named = files_of(job)
+    start = job.init_from
+    # A run's name, or a sweep's and a cell's, is looked for in the storage that the pods have, too.
+    if (
+        start is not None
+        and "://" not in start
+        and (start.startswith((".", "~")) or (Path(split(start)[0]) / SPEC).is_file())
+    ):
+        named["init_from"] = start
+    unused = ("data.tokenizer", "data.chat_template") if job.data.path is not None else ()
+    for field, value in named.items():
+        if not value.startswith("/") and field not in unused:
             raise UsageError(
                 f"{field}: {value} is relative to a folder that no pod has",
                 "give a URI, or an absolute path below a --claim or in the image",

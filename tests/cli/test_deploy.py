@@ -4,6 +4,7 @@ refused before."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -29,6 +30,8 @@ from tests.slurm import directives
 JOB = {"name": "my_Job.1", "data": {"path": "s3://bucket/data"}, "train": {"steps": 1, "global_batch": 64}}
 NODE = {"gpus": 8, "cpus": 64, "memory_gib": 900, "shm_gib": 200, "labels": {"pool": "a"},
         "custom": {"fast_nvme": 0.5}}  # fmt: skip
+LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 300,
+         "intermediate_size": 16, "max_position_embeddings": 8, "rms_norm_eps": 1e-6}  # fmt: skip
 POD = ["--image", "me/raydist", "--storage", "s3://bucket/runs"]
 
 
@@ -171,7 +174,6 @@ def test_kuberay(job: Any) -> None:
         ([*POD, "--device", "rdma"], "--device rdma: is not KEY=VALUE"),
         ([*POD, "--device", "rdma/hca=many"], "'many' is refused by Kubernetes"),
         ([*POD, "--set", "cluster.env={HF_TOKEN: hf_abcdefghijklmnopqrstuvwxyz123456}"], "contains secrets"),
-        ([*POD, "--set", "data.path=data/x"], "data.path: data/x is relative to a folder that no pod has"),
     ],
 )
 def test_what_kubernetes_would_refuse(job: Any, words: list[str], told: str) -> None:
@@ -180,6 +182,42 @@ def test_what_kubernetes_would_refuse(job: Any, words: list[str], told: str) -> 
         deploy("kuberay", job(), *words)
     assert told in caught.value.message
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"data": {"path": "data/x"}}, "data.path: data/x"),
+        ({"data": {"path": "prepared"}}, "data.path: prepared"),
+        ({"data": {"path": "~/prepared"}}, "data.path: ~/prepared"),
+        ({"data": {"source": "corpus.txt"}}, "data.source: corpus.txt"),
+        ({"data": {"source": "s3://b/x", "tokenizer": "tok/tokenizer.json"}}, "data.tokenizer: tok/tokenizer.json"),
+        ({"data": {"source": "/x", "format": "chat", "chat_template": "chat.jinja"}}, "data.chat_template: chat.jinja"),
+        ({"init_from": "./old"}, "init_from: ./old"),
+        ({"init_from": "runs/old/checkpoints/step-3"}, "init_from: runs/old/checkpoints/step-3"),
+        ({"model": {"hf": "tiny"}}, "model.hf: tiny"),
+        ({"init_from": "old/checkpoints/step-3"}, ""),
+        ({"init_from": "s3://b/runs/old"}, ""),
+        ({"data": {"path": "/prepared", "tokenizer": "tok/tokenizer.json"}}, ""),
+        ({"data": {"source": "/x", "format": "chat", "chat_template": "chatml", "tokenizer": "bpe:512"}}, ""),
+        ({"data": {"source": "python-stdlib", "tokenizer": "bytes"}}, ""),
+    ],
+)
+def test_files_that_no_pod_has(job: Any, fields: dict[str, Any], refused: str) -> None:
+    """A relative path of data or weights is refused, with its field; names that need no file, and runs in the storage, are not."""
+    tree = yaml.safe_load(Path(job()).read_text()) | fields
+    Path("job.yaml").write_text(yaml.safe_dump(tree))
+    Path("runs/old").mkdir(parents=True)
+    Path("runs/old/spec.yaml").touch()
+    Path("tiny").mkdir()
+    Path("tiny/config.json").write_text(json.dumps(LLAMA))
+    if not refused:
+        assert deploy("kuberay", "job.yaml", *POD).exit_code == 0
+        return
+    with pytest.raises(UserError) as caught:
+        deploy("kuberay", "job.yaml", *POD)
+    assert caught.value.message == f"{refused} is relative to a folder that no pod has"
+    assert "--claim" in caught.value.hint
 
 
 def test_slurm(job: Any, tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def test_what_a_job_names_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         "inner/text/a.txt",
         "inner/text/b.txt",
         "inner/tok.json",
+        "inner/chat.jinja",
         "inner/own_shipped/deep.py",
         "inner/rows.py",
     ):
@@ -211,9 +212,14 @@ def test_what_a_job_names_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     submitted("inner/job.yaml", faults=Path("inner/faults.yaml"), storage="s3://b/x", **given)
     submitted("inner/job.yaml", overrides=["data.source=rows:all", "data.tokenizer=bytes"], **given)
     submitted("inner/job.yaml", overrides=["data.path=/shared/d", "model.name=gpt"], **given)
+    chat = ["data.source=/shared/c.jsonl", "data.format=chat", "model.name=gpt"]
+    for template in ("chat.jinja", "chatml"):
+        submitted("inner/job.yaml", overrides=[*chat, f"data.chat_template={template}"], **given)
     files = {"/runs", "base.yaml", "job.yaml"}
     assert needed == [
         files | {"own_shipped", "faults.yaml", "text/a.txt", "text/b.txt", "tok.json", "s3://b/x"},
         files | {"own_shipped", "rows.py"},
+        files | {"tok.json"},
+        files | {"tok.json", "chat.jinja"},
         files | {"tok.json"},
     ]
