@@ -5,6 +5,7 @@ Runs anywhere. Imports pyarrow inside functions.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from raydist.errors import UserError
@@ -32,8 +33,11 @@ _REMEDIES = {
 _REMEDIES |= {"https": _REMEDIES["http"], "gcs": _REMEDIES["gs"]}
 
 
-def check_name(text: str) -> None:
-    """Raises UserError for a path or URI that no storage has."""
+def check_name(uri: str | os.PathLike[str]) -> str:
+    """A path or URI as text. Raises UserError for one that no storage has."""
+    if not isinstance(uri, str | os.PathLike):  # a script may give anything
+        raise UserError(f"storage {uri!r:.60}: is not the name of a folder", FORMS)
+    text = os.fspath(uri)
     if not text:  # as a path it would be the working directory
         raise UserError("the name of a storage is empty", FORMS)
     if text.startswith("file://") and not text.startswith("file:///"):
@@ -42,6 +46,7 @@ def check_name(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise UserError(f"storage {text!r}: its name is not UTF-8", FORMS) from None
+    return text
 
 
 def open_uri(uri: str) -> tuple[pafs.FileSystem, str]:

@@ -65,8 +65,7 @@ class Storage:
         import pyarrow.fs as pafs
 
         self._type = pafs.FileType
-        text = os.fspath(uri)
-        remote_filesystem.check_name(text)
+        text = remote_filesystem.check_name(uri)
         self.local: Path | None = None
         self.private = False
         """Whether this folder, if it is local and is created, is for its user alone (mode 0700).

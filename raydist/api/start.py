@@ -98,6 +98,7 @@ def run_script(
     others are as for `train`. Raises UserErrors if it cannot be trained here, and TrainingStopped with its root cause, such as the
     script's line, if it ended before its last step.
     """
+    _check_file("script", script)
     arguments = [str(each) for each in arguments]
     given = {argument: value for argument, value in locals().items() if argument != "wait"}
     _check_dashboard(dashboard, wait)
@@ -127,6 +128,7 @@ def sweep(
     from raydist.run.sweep_directory import SweepDir
     from raydist.spec.sweep import load_sweep
 
+    _check_file("sweep", spec)
     check_numbers(wait_for_driver=(wait_for_driver, 0))
     with own_code():
         asked = load_sweep(spec, set or {}, check_name(name) if name else None)
@@ -163,6 +165,11 @@ def own_code() -> Iterator[None]:
         finally:
             if added:
                 sys.path.remove(here)
+
+
+def _check_file(what: str, given: object) -> None:
+    if not isinstance(given, str | Path):
+        raise UsageError(f"{what}: {given!r:.60} is not the name of a file", "give a path")
 
 
 def _check_dashboard(dashboard: bool, wait: bool) -> None:

@@ -261,9 +261,19 @@ def test_a_wrong_job_is_an_error_here(tmp_path: Path) -> None:
     ):
         with pytest.raises(SpecError, match=text):
             raydist.train(spec, set=given, storage=str(tmp_path))
-    for wrong, text in (({"until": "5"}, "until='5': is not a number of at least 1"), ({"name": 3}, "run name 3")):
+    for wrong, text in (
+        ({"until": "5"}, "until='5': is not a number of at least 1"),
+        ({"name": 3}, "run name 3"),
+        ({"storage": 3}, "storage 3: is not the name of a folder"),
+    ):
+        with pytest.raises(UserError, match=text):
+            raydist.train(job, **{"storage": str(tmp_path), **wrong})
+    for call, text in (
+        (raydist.run_script, "script: None is not the name of a file"),
+        (raydist.sweep, "sweep: None is not"),
+    ):
         with pytest.raises(UsageError, match=text):
-            raydist.train(job, storage=str(tmp_path), **wrong)
+            call(None)
     own = {
         "data": {"source": str(tmp_path / "text")},
         "train": {"steps": 1},
