@@ -216,6 +216,11 @@ def _topology_fits(spec: JobSpec) -> None:
         _trials_fit(spec, "compress" if compress == AUTO else "topology")
     if topology == TORCH:
         return
+    order, least, most = spec.comm.ring, spec.cluster.least, spec.cluster.most
+    if order is not None and most > 1 and not least <= len(order) <= most:  # one worker sends nothing
+        workers = f"{least} to {most}" if least < most else most
+        raise problem("comm.ring", order, f"is an order of {len(order)} ranks, and there are {workers} (cluster.workers)",
+                      "name every rank once, or leave comm.ring out to have the order measured")  # fmt: skip
     if topology == compress == AUTO:
         compress = NONE  # one of the two is chosen
     for field, value, default, why in (

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from raydist import registry
-from raydist.extension_plans import optimizer_plan, strategies, strategy_plan
+from raydist.extension_plans import StrategyPlan, optimizer_plan, strategies, strategy_plan
 from raydist.redact import redact
 from raydist.spec import comm, mesh, virtual_ranks
 from raydist.spec.comm import CommSpec
@@ -146,15 +146,36 @@ class JobSpec(PartWithNewFields):
             sharding = [s for s in strategies() if "parameters" in getattr(strategy_plan(s), "sharded", ())]
             raise problem("offload.parameters", "cpu", f"needs sharded parameters, and {strategy} keeps them whole",
                           f"set parallel.strategy: {' or '.join(reversed(sharding))}")  # fmt: skip
-        optimizer = optimizer_plan(self.optim.name)
-        if self.offload.optimizer != "none" and not (optimizer is not None and optimizer.offload):
-            raise problem("offload.optimizer", self.offload.optimizer, f"does not go with optim.name: {self.optim.name}",
-                          "use adamw, or offload.optimizer: none")  # fmt: skip
+        self._optimizer_fits(plan)
         if self.offload.optimizer == "nvme" and self.train.check_replicas is not None:
             raise problem("train.check_replicas", self.train.check_replicas,
                           "would read the optimizer's whole state back from offload.optimizer: nvme",
                           "set it to null, or offload.optimizer: cpu")  # fmt: skip
         return self
+
+    def _optimizer_fits(self, strategy: StrategyPlan | None) -> None:
+        optimizer, parallel, offload = optimizer_plan(self.optim.name), self.parallel, self.offload.optimizer
+        data_ranks = self.cluster.most * parallel.context // parallel.replica  # a strategy splits nothing on one
+        if (
+            strategy is not None
+            and strategy.sharded
+            and optimizer is not None
+            and optimizer.whole_matrices
+            and data_ranks > 1
+        ):
+            raise problem("optim.name", self.optim.name,
+                          f"works on whole matrices, and parallel.strategy: {parallel.strategy} gives each rank some rows of them",
+                          "use adamw or sgd, or parallel.strategy: ddp")  # fmt: skip
+        if offload != "none" and not (optimizer is not None and optimizer.offload):
+            raise problem("offload.optimizer", offload, f"does not go with optim.name: {self.optim.name}",
+                          "use adamw, or offload.optimizer: none")  # fmt: skip
+        if offload != "none" and self.optim.fused is False:
+            raise problem("optim.fused", False, f"does not go with offload.optimizer: {offload}: an offloaded update is always one "
+                          "fused kernel on the CPU", "set optim.fused: auto")  # fmt: skip
+        scale = self.precision.loss_scale
+        if self.precision.params == "fp16" and scale.initial < scale.floor:
+            raise problem("precision.loss_scale.initial", scale.initial, f"is below floor: {scale.floor:g}",
+                          "raise initial or lower floor")  # fmt: skip
 
     def _batching_fits(self) -> None:
         batching = self.data.batching

@@ -71,6 +71,7 @@ def stepped(rank: Rank, ways: list[str], per_node: int, mesh: Mapping[str, int] 
             comm=comm,
             optim={"lr": 1e-2, "clip": 0.0, "eps": 1e-3},
             precision={"reduce": reduce},
+            cluster={"workers": rank.world_size},
         )
         trainer = Trainer(rank, made, N * CONTEXT)
         log = CollectiveCounters(rank.device)

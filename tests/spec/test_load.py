@@ -277,6 +277,26 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
             "observe.exporters=[{name: jsonl, path: x}]",
             "observe.exporters[0].path: unknown field; fields here: name, options",
         ),
+        *(
+            (
+                f"optim.name={name} & parallel.strategy={strategy}",
+                f"optim.name: '{name}' works on whole matrices, and parallel.strategy: {strategy} gives each rank some rows",
+            )
+            for name, strategy in (("muon", "zero1"), ("adafactor", "zero2"), ("muon", "zero3"), ("muon", "hsdp"))
+        ),
+        (
+            "offload.optimizer=cpu & optim.fused=false",
+            "optim.fused: False does not go with offload.optimizer: cpu: an offloaded update is always one fused kernel",
+        ),
+        ("optim.name=adafactor & optim.fused=true", "optim.fused: True does not go with name: adafactor"),
+        (
+            "comm.topology=ring & comm.ring=[0,2,1]",
+            "comm.ring: [0, 2, 1] is an order of 3 ranks, and there are 2 (cluster.workers); name every rank once",
+        ),
+        (
+            "precision=fp16 & precision.loss_scale={initial: 1, floor: 2}",
+            "precision.loss_scale.initial: 1.0 is below floor: 2; raise initial or lower floor",
+        ),
         ("optim.lr=.nan", "optim.lr"),
         ("optim.lr", "no value"),
         ("optim.lr=[1", "is not YAML"),
@@ -287,6 +307,22 @@ def test_one_problem_is_one_line(override: str, expected: str) -> None:
     lines = problems(*override.split(" & "))
     assert len(lines) == 1
     assert expected in lines[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optim.name=muon", "parallel.strategy=zero2", "cluster.workers=1"),
+        ("optim.name=muon", "parallel.pipeline=2", "parallel.strategy=zero1"),
+        ("optim.name=muon", "optim.fused=true"),
+        ("comm.topology=ring", "comm.ring=[1,0]"),
+        ("comm.topology=ring", "comm.ring=[2,0,1]", "cluster.workers=[1,4]"),
+        ("precision.loss_scale={initial: 1, floor: 2}",),
+    ],
+)
+def test_what_the_workers_do_is_not_refused(overrides: tuple[str, ...]) -> None:
+    """A strategy that splits nothing, AdamW's kernel in muon, an order of as many ranks as there may be, a scale without fp16."""
+    load(QUICKSTART, overrides)
 
 
 def test_problems_name_the_file_that_holds_the_value(tmp_path: Path) -> None:

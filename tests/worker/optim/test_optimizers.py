@@ -92,7 +92,7 @@ def test_kernel_follows_device_and_spec(name, fused, device, expected):
 def test_fused_where_there_is_none_is_refused(name, device):
     """`fused: true` is a requirement: it fails where there is no fused kernel."""
     with pytest.raises(UserError, match=rf"{name} has no fused kernel on {device}"):
-        optimizers.build(whole(gpt()), OptimSpec(name=name, fused=True), torch.device(device))
+        optimizers.build(whole(gpt()), OptimSpec(name=name).model_copy(update={"fused": True}), torch.device(device))
 
 
 def test_muon_trains_the_matrices_of_the_blocks_only():

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Adafactor, Optimizer
 
 from raydist.extension_plans import OptimizerPlan
+from raydist.spec.parts import problem
 from raydist.worker.optim.optimizers import Named, decay_groups, kernel
 
 if TYPE_CHECKING:
@@ -26,6 +27,14 @@ def _state_bytes(name: str, shape: tuple[int, ...], spec: OptimSpec) -> int:
 
 
 PLAN = OptimizerPlan(_state_bytes, whole_matrices=True)
+
+
+def check_spec(spec: OptimSpec) -> None:
+    """Raises SpecValueError for `fused: true`: torch has no such kernel for Adafactor on any device."""
+    if spec.fused is True:
+        raise problem(
+            "fused", True, "does not go with name: adafactor, which has no fused kernel", "set optim.fused: auto"
+        )
 
 
 def build(parameters: Named, spec: OptimSpec, device: torch.device) -> Optimizer:
