@@ -50,13 +50,26 @@ MOST_SECONDS = 1e8
 _TIME = re.compile(r".*_s|.*timeout.*|wait_for.*")
 
 
-_NUMBERS = {int, float, type(None)}
-
-
 def _leaves(annotation: Any) -> set[Any]:
-    """The types that it is a union of."""
+    """The types that it is a union of, or that its lists and dicts hold, the values of its literals, and its annotations."""
     inner = get_args(annotation)
     return {leaf for each in inner for leaf in _leaves(each)} if inner else {annotation}
+
+
+def _refuse_bool(name: str, value: Any, annotation: Any) -> None:
+    """Raises SpecValueError for a bool where numbers are meant: pydantic takes it for 0 or 1, but a user wrote yes, no, on or off."""
+    inner = [*value.values()] if isinstance(value, dict) else [*value] if isinstance(value, (list, tuple)) else [value]
+    if not any(isinstance(each, bool) for each in inner):
+        return
+    leaves = _leaves(annotation)
+    takes = any(leaf in (bool, Any) or isinstance(leaf, bool) for leaf in leaves)
+    if takes or leaves.isdisjoint((int, float)):
+        return
+    others = [*sorted(leaf for leaf in leaves if isinstance(leaf, str)), *(["null"] if type(None) in leaves else [])]
+    alone = isinstance(value, bool)
+    what = "is no number" if alone else "has a value that is no number"
+    raise problem(name, value, f"{what} (YAML reads yes, no, on and off as true and false)",
+                  f"give {' or '.join(['a number', *others])}" if alone else "give numbers")  # fmt: skip
 
 
 class Part(BaseModel):
@@ -69,14 +82,8 @@ class Part(BaseModel):
     def _bounded(cls, given: Any) -> Any:
         """Numbers that a thread, a file or another process could not take."""
         for name, value in given.items() if isinstance(given, dict) else ():
-            if (
-                isinstance(value, bool)
-                and name in cls.model_fields
-                and _leaves(cls.model_fields[name].annotation) <= _NUMBERS
-            ):
-                raise problem(
-                    str(name), value, "is no number (YAML reads yes, no, on and off as true and false)", "give a number"
-                )
+            if name in cls.model_fields:
+                _refuse_bool(name, value, cls.model_fields[name].annotation)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if number and isinstance(value, int) and abs(value) > 1 << 63:
                 raise problem(str(name), None, "is an integer of more than 64 bits", "give a smaller one")

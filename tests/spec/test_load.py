@@ -277,6 +277,14 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
             "observe.exporters=[{name: jsonl, path: x}]",
             "observe.exporters[0].path: unknown field; fields here: name, options",
         ),
+        ("checkpoint.every=yes", "every: True is no number (YAML reads yes, no, on and off as true and false); give a"),
+        ("checkpoint.every=off", "false); give a number or auto or null"),
+        ("recovery.snapshot_every=on", "recovery.snapshot_every: True is no number"),
+        ("recovery.data_timeout=yes", "recovery.data_timeout: True is no number"),
+        ("parallel.bucket_mb=on", "parallel.bucket_mb: True is no number"),
+        ("cluster.gpus_per_worker=yes", "false); give a number or auto"),
+        ("cluster.workers=[1,true]", "cluster.workers: [1, True] has a value that is no number"),
+        ("cluster.resources.custom={a: yes}", "cluster.resources.custom: {'a': True} has a value that is no number"),
         *(
             (
                 f"optim.name={name} & parallel.strategy={strategy}",
@@ -318,10 +326,11 @@ def test_one_problem_is_one_line(override: str, expected: str) -> None:
         ("comm.topology=ring", "comm.ring=[1,0]"),
         ("comm.topology=ring", "comm.ring=[2,0,1]", "cluster.workers=[1,4]"),
         ("precision.loss_scale={initial: 1, floor: 2}",),
+        ("optim.fused=yes", "train.compile=on"),
     ],
 )
 def test_what_the_workers_do_is_not_refused(overrides: tuple[str, ...]) -> None:
-    """A strategy that splits nothing, AdamW's kernel in muon, an order of as many ranks as there may be, a scale without fp16."""
+    """A strategy that splits nothing, AdamW's kernel in muon, an order of as many ranks as there may be, a scale without fp16, booleans."""
     load(QUICKSTART, overrides)
 
 
