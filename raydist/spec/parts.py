@@ -57,7 +57,7 @@ def _leaves(annotation: Any) -> set[Any]:
 
 
 def _refuse_bool(name: str, value: Any, annotation: Any) -> None:
-    """Raises SpecValueError for a bool where numbers are meant: pydantic takes it for 0 or 1, but a user wrote yes, no, on or off."""
+    """Raises SpecValueError for a bool where numbers are meant: pydantic takes it for 0 or 1, but the file has yes, no or on."""
     inner = [*value.values()] if isinstance(value, dict) else [*value] if isinstance(value, (list, tuple)) else [value]
     if not any(isinstance(each, bool) for each in inner):
         return

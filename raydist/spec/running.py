@@ -266,7 +266,7 @@ class ClusterSpec(PartWithNewFields):
     cpus_per_worker: float = Field(
         1.0, gt=0, description="CPUs reserved for each worker; also its torch threads on CPU."
     )
-    gpus_per_worker: float | Literal["auto"] = Field(
+    gpus_per_worker: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
         "auto", description="GPUs of each worker; auto: 1 where the cluster has enough, else 0."
     )
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
@@ -282,6 +282,9 @@ class ClusterSpec(PartWithNewFields):
             raise problem(
                 "workers", self.workers, "is not a valid number of workers", "give one, or [least, most], from 1 up"
             )
+        gpus = self.gpus_per_worker
+        if isinstance(gpus, float) and gpus > 1 and not gpus.is_integer():
+            raise problem("gpus_per_worker", gpus, "is above 1 and not whole, which Ray refuses", "round it")
         for name, value in self.env.items():
             if not name or {"=", "\0"} & {*name} or "\0" in value:
                 what = "is a variable that no process can have: a name is not empty, and has no =; neither it nor a value has a NUL"

@@ -277,6 +277,8 @@ def test_a_wrong_type_does_not_hide_a_combination() -> None:
             "observe.exporters=[{name: jsonl, path: x}]",
             "observe.exporters[0].path: unknown field; fields here: name, options",
         ),
+        ("cluster.gpus_per_worker=-1", "gpus_per_worker: -1: input should be greater than or equal to 0"),
+        ("cluster.gpus_per_worker=1.5", "gpus_per_worker: 1.5 is above 1 and not whole, which Ray refuses; round it"),
         ("checkpoint.every=yes", "every: True is no number (YAML reads yes, no, on and off as true and false); give a"),
         ("checkpoint.every=off", "false); give a number or auto or null"),
         ("recovery.snapshot_every=on", "recovery.snapshot_every: True is no number"),
@@ -327,10 +329,12 @@ def test_one_problem_is_one_line(override: str, expected: str) -> None:
         ("comm.topology=ring", "comm.ring=[2,0,1]", "cluster.workers=[1,4]"),
         ("precision.loss_scale={initial: 1, floor: 2}",),
         ("optim.fused=yes", "train.compile=on"),
+        ("cluster.gpus_per_worker=0.5",),
+        ("cluster.gpus_per_worker=2",),
     ],
 )
 def test_what_the_workers_do_is_not_refused(overrides: tuple[str, ...]) -> None:
-    """A strategy that splits nothing, AdamW's kernel in muon, an order of as many ranks as there may be, a scale without fp16, booleans."""
+    """A strategy that splits nothing, AdamW's kernel in muon, an order of ranks that there may be, no fp16, booleans."""
     load(QUICKSTART, overrides)
 
 
