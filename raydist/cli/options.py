@@ -102,6 +102,7 @@ _NEEDS_TEXT = frozenset(
         "-o",
         "--out",
         "--storage",
+        "--address",
         "--host",
         "--memory",
         "--device",
@@ -117,11 +118,13 @@ _NEEDS_TEXT = frozenset(
 
 
 def refuse_empty(words: Sequence[str]) -> None:
-    """Raises UsageError for an option of _NEEDS_TEXT that is given an empty text; what follows "--" is a script's."""
+    """Raises UsageError for an option of _NEEDS_TEXT that is given an empty text; what follows "--" is a script's. `submit` needs
+    its --address, and says itself which."""
     ours = list(words)[: list(words).index("--")] if "--" in words else list(words)
     for word, value in zip(ours, [*ours[1:], None], strict=True):
         name, given, text = word.partition("=")
-        if name in _NEEDS_TEXT and (text if given else value) == "":
+        required = name == "--address" and ours[0] == "submit"
+        if name in _NEEDS_TEXT and not required and (text if given else value) == "":
             raise UsageError(f"{name}: is empty", "give a value, or leave the option out")
 
 

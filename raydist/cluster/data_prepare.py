@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from raydist.cluster.place import not_empty
 from raydist.cluster.session import open_session
 from raydist.data.shards import Made
 from raydist.data.sources import Block
@@ -36,7 +37,7 @@ class RayMap:
     """
 
     def __init__(self, address: str | None = None) -> None:
-        self.address = address
+        self.address = not_empty(address)
         self._stack = contextlib.ExitStack()
         self._started = False
 

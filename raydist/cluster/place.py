@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raydist.errors import PreflightError
+from raydist.errors import PreflightError, UsageError
 from raydist.private_files import temporary_folder
 
 if TYPE_CHECKING:
@@ -24,8 +24,16 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def where(address: str | None) -> str:
-    """The address for `open_session`: `address`, else the cluster of RAY_ADDRESS, else "local": a private Ray on this machine."""
-    return address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+    """The address for `open_session`: `address`, else the cluster of RAY_ADDRESS, else "local": a private Ray on this machine.
+    Raises UsageError."""
+    return not_empty(address) or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+
+
+def not_empty(address: str | None) -> str | None:
+    """The same address. Raises UsageError for an empty one: that of a variable which is not set must not mean this machine."""
+    if address == "":
+        raise UsageError("address: is empty", 'give "auto" or HOST:PORT, or leave it out')
+    return address
 
 
 def session_of(

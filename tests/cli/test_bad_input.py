@@ -201,7 +201,8 @@ COMMANDS = {
     **{
         f"{command} ''": "is empty"
         for command in ("data prepare good.txt --out", "runs --storage", "train job.yaml --faults", "report nosuch -o",
-                        "plan job.yaml --memory", "deploy slurm sized.yaml --out", "data prepare good.txt --out m --tokenizer")
+                        "plan job.yaml --memory", "deploy slurm sized.yaml --out", "data prepare good.txt --out m --tokenizer",
+                        "train job.yaml --address", "data prepare good.txt --out m --address", "bench comm --address")
     },
     "deploy compose sized.yaml --image i --out=": "--out: is empty",
     "bench comm --min-bytes x": "write 4MiB",

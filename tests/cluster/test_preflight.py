@@ -10,8 +10,9 @@ import pytest
 from raydist.cluster import node_facts, preflight
 from raydist.cluster.node_facts import versions
 from raydist.cluster.nodes import usable
+from raydist.cluster.place import where
 from raydist.cluster.preflight import check_resources, gpus_per_worker, look_around
-from raydist.errors import PreflightError, SpecError
+from raydist.errors import PreflightError, SpecError, UsageError
 from raydist.run.lease import SKEW_S
 from raydist.spec import JobSpec, parse
 from raydist.spec.resources import ResourcesSpec
@@ -62,6 +63,16 @@ def test_resources(cluster: dict[str, Any], nodes: list[dict[str, float]], expec
     assert len(problems) == (expected is not None)
     if expected:
         assert expected in problems[0]
+
+
+def test_an_empty_address_is_not_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a variable which is not set; without an address it is RAY_ADDRESS's cluster, or this machine."""
+    with pytest.raises(UsageError, match="address: is empty"):
+        where("")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert (where(None), where("local")) == ("auto", "local")
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert where(None) == "local"
 
 
 @pytest.mark.parametrize(
