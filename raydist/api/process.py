@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import sys
 from collections.abc import Callable
 from typing import TextIO, cast
@@ -54,7 +55,9 @@ def run(
     except KeyboardInterrupt:
         print("raydist: interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:
+    except BrokenPipeError as error:
+        if not _readers_gone():
+            leave(crash.report(error))  # of another pipe or connection
         # `raydist runs | head`: the reader closed the pipe, so nothing more may be written to stdout.
         sys.stdout = None
         sys.exit(0)
@@ -69,6 +72,14 @@ def run(
     except Exception as error:
         tell(crash.report(error))
         leave(crash.INTERNAL)
+
+
+def _readers_gone() -> bool:
+    """Whether stdout or stderr is a pipe or a connection whose other end is closed."""
+    ends = select.poll()
+    for output in (1, 2):
+        ends.register(output, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in ends.poll(0))
 
 
 def _set_imports(trusted: bool) -> None:

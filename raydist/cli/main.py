@@ -9,6 +9,7 @@ Runs in: the user's shell. Must stay light: `raydist --help` answers in half a s
 from __future__ import annotations
 
 import copy
+import errno
 import functools
 import sys
 from typing import Annotated, Any
@@ -180,7 +181,10 @@ def _run(arguments: list[str] | None) -> None:
         words = sys.argv[1:] if arguments is None else arguments
         refuse_empty(words)
         _command(words[0] if words else "")(arguments)
-    except SystemExit:
+    except SystemExit as ended:
+        cause = ended.__context__
+        if isinstance(cause, OSError) and cause.errno == errno.EPIPE:
+            raise cause from None  # typer exits with 1 for it, without a word; raydist/api/process.py knows whose pipe it is
         if sys.stdout is not None:
             sys.stdout.flush()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import shlex
@@ -295,6 +296,32 @@ def test_a_disk_without_room_for_stdout(tmp_path: Path) -> None:
         with open("/dev/full", "w") as full:
             done = run(*command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE)
         assert (done.returncode, done.stderr) == (3, "raydist: stdout cannot be written: No space left on device\n")
+
+
+def test_a_reader_that_is_gone(tmp_path: Path) -> None:
+    """`raydist schema | head -1`: no error, for output that is longer than the buffer, and for output that is shorter."""
+    for command in (["schema"], ["--version"]):
+        read, written = os.pipe()
+        os.close(read)
+        with os.fdopen(written, "w") as pipe:
+            done = run(*command, cwd=tmp_path, stdout=pipe, stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_pipe_that_is_not_the_reader_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same error of another pipe is an error of raydist itself."""
+
+    def broken(*given: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setenv("RAYDIST_CACHE", str(tmp_path))  # for its traceback
+    monkeypatch.setattr("raydist.cli.schema.job_schema", broken)
+    with pytest.raises(SystemExit) as ended:
+        main(["schema"])
+    assert ended.value.code == 70
+    assert "Broken pipe" in capfd.readouterr().err
 
 
 def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
