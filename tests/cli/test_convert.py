@@ -83,6 +83,27 @@ def test_for_a_job_it_makes_one_that_extends_it(capsys: pytest.CaptureFixture[st
     assert load("new.yaml") == made
 
 
+def test_a_job_whose_name_is_not_plain_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its name is quoted in `extends`."""
+    Path("job #2.yaml").write_text(Path("job.yaml").read_text())
+    code, *_ = command(capsys, "convert", "deepspeed", "ds.json", "--spec", "job #2.yaml", "-o", "new.yaml")
+    assert code == 0
+    assert load("new.yaml") == load("job.yaml", (), "ds.json", lambda line: None)
+
+
+@pytest.mark.parametrize("output", ["ds.json", "job.yaml", "../{here}/job.yaml", "base.yaml"])
+def test_no_file_of_the_user_is_overwritten(capsys: pytest.CaptureFixture[str], output: str) -> None:
+    """-o with a file that was read: the DeepSpeed file, the job, or one that it extends."""
+    Path("base.yaml").write_text("train: {global_batch: 24}\n")
+    Path("job.yaml").write_text("extends: base.yaml\n" + Path("job.yaml").read_text())
+    before = {path.name: path.read_text() for path in Path().iterdir()}
+    output = output.format(here=Path.cwd().name)
+    code, _, err = command(capsys, "convert", "deepspeed", "ds.json", "--spec", "job.yaml", "-o", output)
+    assert code == 2
+    assert err.startswith(f"raydist: -o {output}: is one of the files that are converted\n")
+    assert {path.name: path.read_text() for path in Path().iterdir()} == before
+
+
 def test_a_job_with_a_deepspeed_file_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     """The converted file replaces the job's own DeepSpeed file."""
     Path("old.json").write_text('{"optimizer": {"type": "SGD"}}')
