@@ -124,19 +124,37 @@ JobLoader.add_implicit_resolver(
 )
 
 
+_MERGE = "tag:yaml.org,2002:merge"
+
+
 def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[str] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
+    """A dict with what "<<" merges below its own keys. Not construct_mapping, which changes nodes that other aliases name.
+
+    What is merged counts as an alias in `_check_yaml`, so it is within the limit of expansion.
+    """
+    made: dict[str, Any] = {}
+    below: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        merges = key_node.tag == _MERGE
+        key = "<<" if merges else loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
             problem = f"the key {key!r:.40} is no text: put it in quotes"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-        if key in seen:
+        if key in made or (merges and below):
             raise yaml.constructor.ConstructorError(
                 None, None, f"the key {key!r:.{NAME}} is given twice", key_node.start_mark
             )
-        seen.add(key)
-    return dict(loader.construct_mapping(node, deep=True))
+        value = loader.construct_object(value_node, deep=True)
+        if not merges:
+            made[key] = value
+            continue
+        several = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, dict) for each in several):
+            problem = "<<: takes a mapping, or a list of mappings"
+            raise yaml.constructor.ConstructorError(None, None, problem, value_node.start_mark)
+        for each in reversed(several):  # the first one wins
+            below |= each
+    return below | made
 
 
 def _number(loader: Any, node: yaml.ScalarNode) -> int:
