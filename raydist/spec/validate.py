@@ -86,17 +86,22 @@ def _line(root: type[BaseModel], detail: Any, origin: Mapping[str, str], source:
         choices = [c.strip().strip("'\"") for c in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
         return f"{place}: {field}: unknown {value!r}; {registry.did_you_mean(str(value), choices)}"
     shown = repr(value) if len(repr(value)) < 60 else type(value).__name__
+    if detail["type"] == "string_type" and isinstance(value, (int, float)):
+        return f"{place}: {field}: {shown}: is no text for YAML; put it in quotes"
     message = detail["msg"][0].lower() + detail["msg"][1:]
     return f"{place}: {field}: {shown}: {message}; see {see}"
 
 
 def _known_fields(root: type[BaseModel], loc: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """A pydantic location without the names of union branches, and the fields that its section has."""
+    """A pydantic location without the names of union branches, and the fields that its section has; none for the key of a dict."""
     model: Any = root
     parts: list[str] = []
     known: list[str] = list(root.model_fields)
+    info: Any = None
     for part in loc:
         if model is None:
+            if info is not None and typing.get_origin(info.annotation) is dict:
+                return [*parts, str(part)], []
             break
         if isinstance(part, int):  # the place in a list of sections
             parts[-1] += f"[{part}]"
@@ -150,7 +155,10 @@ def _names(root: type[BaseModel], detail: Any) -> set[str]:
         return {cause.field, *cause.what.replace(",", " ").replace(":", " ").split()} & {
             f.rsplit(".", 1)[-1] for f in everywhere(root)
         }
-    return {_known_fields(root, detail["loc"])[0][-1]} if detail["loc"] else set()
+    parts, known = _known_fields(root, detail["loc"])
+    if not parts:
+        return set()
+    return {parts[-1] if known else ".".join(parts)}  # the key of a dict may have the name of a field
 
 
 def _without(root: type[BaseModel], tree: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:

@@ -338,6 +338,24 @@ def test_what_the_workers_do_is_not_refused(overrides: tuple[str, ...]) -> None:
     load(QUICKSTART, overrides)
 
 
+def test_values_of_a_dict_are_named_by_their_keys(tmp_path: Path) -> None:
+    """Each of them, with its remedy; one that has the name of a field hides no problem of that field."""
+    (tmp_path / "job.yaml").write_text(
+        "name: a/b\ndata: {source: x}\ntrain: {steps: 1}\ncluster:\n"
+        "  env: {OMP_NUM_THREADS: 4, NCCL_IB_DISABLE: 1, DEBUG: on, PATH_: /x, name: 1.5}\n"
+        "  resources: {custom: {fast: -1}}\n"
+    )
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path / "job.yaml")
+    lines = [line.removeprefix(f"{tmp_path}/job.yaml: ") for line in caught.value.message.splitlines()]
+    assert lines[0].startswith("name: 'a/b'")
+    assert lines[1:-1] == [
+        f"cluster.env.{name}: {value}: is no text for YAML; put it in quotes"
+        for name, value in (("OMP_NUM_THREADS", 4), ("NCCL_IB_DISABLE", 1), ("DEBUG", True), ("name", 1.5))
+    ]
+    assert lines[-1].startswith("cluster.resources.custom.fast: -1: input should be greater than 0")
+
+
 def test_problems_name_the_file_that_holds_the_value(tmp_path: Path) -> None:
     """A wrong value of a parent file is reported with the parent's name."""
     (tmp_path / "base.yaml").write_text("optim: {lr: fast}\n")
