@@ -90,7 +90,9 @@ def test_a_tokenizer_without_an_end_gets_one(tmp_path: Path) -> None:
     assert tokenizer.encode(["a b c"])[0].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("name", ["bpe:", "bpe:12", "bpe:many", "no/such/tokenizer.json", "byte"])
+@pytest.mark.parametrize(
+    "name", ["bpe:", "bpe:12", "bpe:4194305", "bpe:999999999", "bpe:many", "no/such/tokenizer.json", "byte"]
+)
 def test_a_wrong_name_says_what_there_is(name: str) -> None:
     """A wrong name raises DataError with a hint that gives a valid name."""
     with pytest.raises(DataError) as caught:

@@ -12,6 +12,9 @@ from typing import Any
 from raydist.data.tokenizers._library import END, Library
 from raydist.errors import DataError
 
+_MOST = 1 << 22
+"""The library takes the memory for the whole vocabulary at once, and ends the process where there is not enough."""
+
 
 class Tokenizer(Library):
     """See the contract in `__init__`."""
@@ -20,10 +23,12 @@ class Tokenizer(Library):
 
     @staticmethod
     def vocabulary(name: str) -> int:
-        """VOCAB. Raises DataError where it is no number, or too small."""
+        """VOCAB. Raises DataError where it is no number, too small or too large."""
         size = int(name[4:]) if re.fullmatch(r"\d{1,9}", name[4:]) else 0
-        if size < 257:
-            raise DataError(f"tokenizer {name!r}: the vocabulary must be a number from 257 on", "try bpe:8192")
+        if not 257 <= size <= _MOST:
+            raise DataError(
+                f"tokenizer {name!r}: the vocabulary must be a number from 257 to {_MOST:,}", "try bpe:8192"
+            )
         return size
 
     @classmethod
