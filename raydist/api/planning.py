@@ -129,7 +129,8 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def parse_size(text: str, option: str = "--memory") -> int:
-    """Bytes of "80GiB", "80G", "80GB" or "1e9". GB is 10^9, GiB and G are 2^30. Raises UsageError, which names the option."""
+    """Bytes of "80GiB", "80G", "80GB" or "1e9". GB is 10^9, GiB and G are 2^30. Raises UsageError, which names the option, also for
+    a memory without a unit that no device has."""
     match = re.fullmatch(r"\s*([0-9.]+(?:[eE]\d+)?)\s*([KMGT]?)(iB|B)?\s*", text)
     try:
         number = float(match[1]) if match else 0.0
@@ -137,6 +138,8 @@ def parse_size(text: str, option: str = "--memory") -> int:
         number = 0.0
     if not match or not 0 < number < math.inf:
         raise UsageError(f"{option} {text}: not a size", "write 80GiB" if option == "--memory" else "write 4MiB")
+    if option == "--memory" and not match[2] and not match[3] and number < 1 << 20:  # 80 of what?
+        raise UsageError(f"{option} {text}: has no unit, and no device has {text.strip()} bytes", "write 80GiB")
     power = " KMGT".index(match[2] or " ")
     return int(number * (1000 if match[3] == "B" else 1024) ** power)
 

@@ -130,10 +130,27 @@ def overriding(overrides: Overrides) -> Layer:
             why = "is not YAML" if isinstance(error, yaml.YAMLError) else f"cannot be read: {error}"
             problems.append(f"--set {quoted(text)}: {quoted(value)!r} {why}; quote it")
             continue
+        if lost := _lost(value):
+            problems.append(f"--set {quoted(text)}: {quoted(value)!r} {lost}; quote it")
+            continue
         over = over.with_field(name, parsed, f"--set {name}")
     if problems:
         raise SpecError("\n".join(problems))
     return over
+
+
+def _lost(text: str) -> str | None:
+    """Why YAML reads only a part of the text of a `--set`; None if it reads all."""
+    if text.lstrip().startswith("&"):
+        return "begins with &, which names a value in YAML"
+    if "#" not in text:
+        return None
+    end = 0
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if "#" in text[end : token.start_mark.index]:
+            return "has a #, which begins a comment in YAML"
+        end = max(end, token.end_mark.index)
+    return None
 
 
 def resolve(layers: Sequence[Layer], source: str, warn: Callable[[str], None] = _to_stderr) -> JobSpec:

@@ -355,7 +355,7 @@ def test_sizes(text: str, size: int) -> None:
     assert planning.parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "big", "-1GiB", "0", "1.2.3G", "80 XB", "nan", "1e999"])
+@pytest.mark.parametrize("text", ["", "big", "-1GiB", "0", "1.2.3G", "80 XB", "nan", "1e999", "80", "1e5"])
 def test_no_sizes(text: str) -> None:
     """Text that is not a positive size is refused, with an example."""
     with pytest.raises(UsageError, match="--memory .*\n.*80GiB"):

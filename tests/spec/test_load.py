@@ -338,6 +338,21 @@ def test_what_the_workers_do_is_not_refused(overrides: tuple[str, ...]) -> None:
     load(QUICKSTART, overrides)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a#1.txt", "a#1.txt"),
+        ('"my #1 file.txt"', "my #1 file.txt"),
+        ("'#1'", "#1"),
+        ("s3://a/b?x&y#z", "s3://a/b?x&y#z"),
+    ],
+)
+def test_a_number_sign_that_begins_no_comment(text: str, expected: str) -> None:
+    """In quotes, or within a word; also in lists."""
+    assert load(QUICKSTART, [f"data.source={text}"]).data.source == expected
+    assert load(QUICKSTART, [f"cluster.resources.exclude=[{text}, b]"]).cluster.resources.exclude == [expected, "b"]
+
+
 def test_values_of_a_dict_are_named_by_their_keys(tmp_path: Path) -> None:
     """Each of them, with its remedy; one that has the name of a field hides no problem of that field."""
     (tmp_path / "job.yaml").write_text(
