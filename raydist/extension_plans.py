@@ -81,7 +81,8 @@ class CompressorPlan:
 
     `feedback`: what it loses of a gradient is added to the next one, unless the job says otherwise. `bits`: that it sends for each
     gradient with its default options, about; `bits_of(options, shapes)`: with those of a job, for parameters of these shapes, of
-    which there may be none. `outer`: it may round outer gradients (`comm.every`), without error feedback.
+    which there may be none. `outer`: it may round outer gradients (`comm.every`), without error feedback; what becomes
+    of a number then depends on the numbers of its block of `align` alone, as ranks have parameters in common beside others.
     `loss_increase`: what it added to the loss with these options, in nats a byte, in the training of docs/how-to/communication.md
     (320 steps of a small GPT from scratch), 0 where that is within the spread of seeds; None: not known, `auto` does not take it.
     `checks_shapes`: its `refuse` refuses models by the shapes of their parameters; it is called before workers start, too.

@@ -181,6 +181,26 @@ def test_equals_a_loop_in_plain_torch(ranks: Any, strategy: str, comm: dict[str,
             assert torch.equal(own[name], every[0][1][name]), name
 
 
+def shared(rank: Rank, spec: JobSpec) -> dict[str, Tensor]:
+    """What this rank has, after the last step, of each norm and of the embeddings, which stages may share."""
+    trainer = Trainer(rank, spec, full=N * CONTEXT)
+    steps(trainer, 1, TOTAL)
+    tensor = spec.parallel.tensor > 1
+    return {
+        name: shard.local.detach().clone() for name, shard in trainer.shards.items() if "norm" in name or not tensor
+    }
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"pipeline": 2}])
+def test_what_ranks_of_a_replica_have_alike_stays_alike(ranks: Any, mesh: dict[str, int]) -> None:
+    """Rounded outer steps: a parameter that several ranks have, beside parameters that others have not, is rounded alike on all."""
+    every = run(ranks, shared, 4, spec_of("ddp", {"every": 3, "compress": "int8"}, **mesh))
+    names = [name for name in every[0] if all(name in own for own in every)]
+    assert names
+    for name in names:
+        assert all(torch.equal(own[name], every[0][name]) for own in every), name
+
+
 def test_each_step_together_is_ddp(ranks: Any) -> None:
     """every: 1 with the mean of the weights, and inner SGD: the losses and weights of ddp, within float32's tolerance. Weights are
     those of tokens: the batches have masked ones."""

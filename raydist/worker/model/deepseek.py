@@ -204,7 +204,8 @@ _SAME = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", 
 def hf_fields(config: Config) -> dict[str, Any]:
     """See `HuggingFace.fields`."""
     newer = config["model_type"] == "deepseek_v3"
-    config = {"q_lora_rank": 1536, "first_k_dense_replace": 3 if newer else 0, **config}
+    groups = {"n_group": 8, "topk_group": 4} if newer else {}
+    config = {"q_lora_rank": 1536, "first_k_dense_replace": 3 if newer else 0, **groups, **config}
     method = config.get("topk_method", "noaux_tc" if newer else "greedy")
     for key, computed in (
         ("attention_bias", False),

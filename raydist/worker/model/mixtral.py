@@ -79,7 +79,7 @@ def hf_fields(config: Config) -> dict[str, Any]:
     """See `HuggingFace.fields`."""
     if config.get("router_jitter_noise"):
         raise UserError(f"router_jitter_noise: {config['router_jitter_noise']} is not computed here", "only 0 is")
-    config = {"num_key_value_heads": 8, "rope_theta": 1e6, **config}
+    config = {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, **config}
     fields = decoder_fields(config, Options()) | {"qk_norm": False}
     keys = ("num_local_experts", "num_experts_per_tok")
     fields["options"] |= {key: need(config, key) for key in keys}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 
+from raydist import registry
 from raydist.errors import UserError
 from raydist.spec.huggingface import reader_of
 from raydist.worker.model import _latent_attention, _layers, _moe
@@ -203,3 +206,22 @@ def test_an_old_config_names_its_rotation_as_transformers_4_did() -> None:
            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}  # fmt: skip
     assert spec_of(old) == spec_of(new)
     assert spec_of(old)[0].rope_base == 500.0
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qwen3Moe", "DeepseekV3"]
+)
+def test_a_key_that_config_json_lacks_has_the_librarys_default(name: str) -> None:
+    """Or it is refused."""
+    whole = getattr(transformers, f"{name}Config")().to_dict()
+    model, format = reader_of(whole)
+    options = registry.load("model", model).__globals__["Options"]
+
+    def read(config: dict[str, Any]) -> Any:
+        fields = format.fields(config)
+        return fields | {"options": options(**fields["options"])}
+
+    right = read(whole)
+    for key in whole.keys() - {"model_type"}:
+        with contextlib.suppress(UserError):
+            assert read({other: value for other, value in whole.items() if other != key}) == right, key

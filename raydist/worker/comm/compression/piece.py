@@ -37,6 +37,8 @@ class Piece:
     """S before padding; of a flat piece the row without the last ones' padding."""
     size: int
     """S."""
+    align: int = 1
+    """Each parameter of a packed piece begins at a multiple of it."""
     used: bool = False
     """Whether this step has sent it already."""
     kept: Tensor | None = None
@@ -64,6 +66,7 @@ class Piece:
             return
         rows_WS[:, self.row :].zero_()
         for _, shape, at, length in self.places():
+            rows_WS[:, at + length : _up(at + length, self.align)].zero_()
             for row in range(shape.numel() // max(length, 1), self.world):  # the last ranks may get fewer rows, or none
                 rows_WS[row, at + max(shape.numel() - row * length, 0) : at + length].zero_()
 
@@ -83,7 +86,7 @@ class Piece:
         for name, shape in self.shapes.items():
             length = _share(shape, self.world) if self.packed else shape.numel()
             yield name, shape, at, length
-            at += length
+            at = _up(at + length, self.align)
 
     def of_parameters(self, rows_WS: Tensor) -> dict[str, Tensor]:
         """Each parameter's numbers in its shape: views of a flat piece, copies of a packed one."""
@@ -124,10 +127,16 @@ def flat(shapes: Mapping[str, torch.Size], world: int, compressor: Rows | Sums) 
     return Piece(dict(shapes), world, packed=False, row=row, size=_padded(row, compressor))
 
 
-def packed(shapes: Mapping[str, torch.Size], world: int, compressor: Rows | Sums | None = None) -> Piece:
-    """A piece of parameters that are cut by rows like torch.chunk, padded, the parts for one rank together."""
-    row = sum(_share(shape, world) for shape in shapes.values())
-    return Piece(dict(shapes), world, packed=True, row=row, size=_padded(row, compressor))
+def packed(
+    shapes: Mapping[str, torch.Size], world: int, compressor: Rows | Sums | None = None, apart: bool = False
+) -> Piece:
+    """A piece of parameters that are cut by rows like torch.chunk, padded, the parts for one rank together.
+
+    `apart`: no block of the compressor has numbers of two parameters, so that what becomes of one does not depend on the others.
+    """
+    align = compressor.align if apart and isinstance(compressor, Rows) else 1
+    row = sum(_up(_share(shape, world), align) for shape in shapes.values())
+    return Piece(dict(shapes), world, packed=True, row=row, size=_padded(row, compressor), align=align)
 
 
 def _share(shape: torch.Size, world: int) -> int:
@@ -135,5 +144,8 @@ def _share(shape: torch.Size, world: int) -> int:
 
 
 def _padded(row: int, compressor: Rows | Sums | None) -> int:
-    align = compressor.align if isinstance(compressor, Rows) else 1
-    return -(-row // align) * align
+    return _up(row, compressor.align if isinstance(compressor, Rows) else 1)
+
+
+def _up(number: int, align: int) -> int:
+    return -(-number // align) * align

@@ -52,7 +52,9 @@ class Fragment:
         self._replicas, self._row = mesh.copies, mesh.copy(mesh.rank.rank)
         self._locals = {name: shard.local.detach() for name, shard in shards.items()}
         shapes = {name: local.shape for name, local in self._locals.items()}
-        self._piece = pieces.packed(shapes, self._replicas, compressor)
+        # Tensor ranks have the same norms, and stages the same tied embedding, beside other parameters: it must be rounded alike.
+        apart = mesh.tensor > 1 or mesh.pipeline > 1
+        self._piece = pieces.packed(shapes, self._replicas, compressor, apart)
         size = self._piece.size
         self.sent_bytes = self._replicas * (compressor.row_bytes(size) if compressor else size * _FP32)
         """Of `sent`: the rows for all replicas."""
