@@ -120,6 +120,9 @@ class Diagnosis:
         newest_attempt = max([self._attempt, *(row["attempt"] for row in rows if row["kind"] == "rank")])
         if newest_attempt > self._attempt:
             yield from self._new_attempt(newest_attempt)
+            # Its nodes have rows from then on; earlier ones may be of a node that it does not use.
+            begun = min(row["at"] for row in rows if row["kind"] == "rank" and row["attempt"] == newest_attempt)
+            rows = [row for row in rows if row["kind"] == "rank" or row["at"] >= begun]
         if (
             max((row["at"] // BIN_S for row in rows if row["kind"] == "rank"), default=self._newest)
             < self._newest - BINS
@@ -156,7 +159,8 @@ class Diagnosis:
 
     def _new_attempt(self, number: int) -> Iterator[Finding]:
         self._attempt, self._first_step, self._warm_at = number, 0, float("inf")
-        self._stores["rank"] = Store(self._stores["rank"].order)
+        # Also those of nodes and GPUs: it may run on others, and one that has left would count as one that is idle.
+        self._stores = {kind: Store(store.order) for kind, store in self._stores.items()}
         over, self._reported = self._reported, {}
         for reported in over.values():
             if not reported.once:

@@ -233,6 +233,44 @@ def test_a_new_attempt_begins_anew() -> None:
     assert [one.state for _, one in found] == ["new", "over"]
 
 
+def linked(
+    seconds: int,
+    queues: Callable[[int], tuple[int, ...]],
+    exposed: Callable[[int], float] = lambda second: 0.7,
+    nodes: tuple[str, ...] = ("10.0.0.1", "10.0.0.2"),
+    attempt: int = 1,
+    begin: int = 0,
+) -> Iterator[list[dict[str, Any]]]:
+    """Ranks of these nodes, whose sockets hold `queues(second)` bytes, all wait for `exposed(second)` of the time."""
+    waited = 0.0
+    for _, *ranks in rows(seconds, attempt=attempt, begin=begin):
+        at = ranks[0]["at"]
+        second, passed = int(at - T), at - T - begin + 1
+        waited += exposed(second)
+        made: list[dict[str, Any]] = [
+            {"kind": "node", "host": f"h{name[-1]}", "node": name, "at": at, "cpu_count": 8, "nic_out_bytes": 100 * passed,
+             "nic_out_packets": passed, "retransmits_count": 0, "link_queue_bytes": queue, "link_queue_peer": "10.0.0.9"}
+            for name, queue in zip(nodes, queues(second), strict=True)
+        ]  # fmt: skip
+        for i, row in enumerate(ranks):
+            row |= {"node": nodes[i % len(nodes)], "forward_seconds": 0.1 * passed, "backward_seconds": 0.9 * passed,
+                    "run_delay_seconds": 0.0, "all_reduce_exposed_seconds": waited, "all_reduce_count": 10 * passed,
+                    "all_reduce_bytes": passed * (10 << 20)}  # fmt: skip
+        yield [*made, *ranks]
+
+
+def test_nodes_that_have_left_are_not_compared() -> None:
+    """After a move to two other nodes, whose sockets are equally full, no link is blamed; on one node, no network."""
+
+    def even(_: int) -> tuple[int, ...]:
+        return 200_000, 200_000
+
+    moved = linked(40, even, nodes=("10.0.0.3", "10.0.0.4"), attempt=2, begin=40)
+    assert {one.rule for _, one in told(Diagnosis(), linked(40, even), moved)} <= {"comm_bound"}
+    shrunk = linked(60, lambda _: (0,), nodes=("10.0.0.1",), attempt=2, begin=20)
+    assert told(Diagnosis(), linked(20, lambda _: (0, 0)), shrunk) == []
+
+
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
 def test_a_clock_that_jumps_hides_nothing(jump: float) -> None:
     """The clock by which rows are timed jumps an hour, while a rank is slow: what is slow after that is found as before, and what
