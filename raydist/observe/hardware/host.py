@@ -45,6 +45,7 @@ class Host:
         self._limit: float | None = None
         self._reads = 0
         self._queue_reads = 1
+        self._queue: dict[str, Any] = {}
         # Partitions, volumes and RAIDs count the same I/O as their disks; only disks have a `device` entry.
         self._disks = {path.parent.name for path in (root / "sys/block").glob("*/device")}
         self._rdma = sorted((root / "sys/class/infiniband").glob("*/ports/*/counters"))
@@ -144,9 +145,11 @@ class Host:
     def _tcp(self) -> dict[str, Any]:
         names, values = (line.split() for line in self._text("proc/net/snmp").splitlines() if line.startswith("Tcp:"))
         row: dict[str, Any] = {"retransmits_count": int(values[names.index("RetransSegs")])}
-        # The kernel takes about a microsecond for each socket of the host: on one with thousands it is read less often.
+        # The kernel takes about a microsecond for each socket of the host: on one with thousands it is read less often. The readings
+        # between repeat the newest value: without one they would say that nothing waits.
         if self._reads % self._queue_reads:
-            return row
+            return row | self._queue
+        self._queue = {}
         lines = self._text("proc/net/tcp").splitlines()[1:]
         self._queue_reads = 1 + len(lines) // _SOCKETS
         waiting: dict[str, int] = {}
@@ -158,7 +161,8 @@ class Host:
         most = max(waiting, key=lambda peer: waiting[peer], default="")
         # The kernel prints addresses in the order of this machine's bytes.
         address = socket.inet_ntoa(int(most, 16).to_bytes(4, sys.byteorder)) if most else ""
-        return {**row, "link_queue_bytes": waiting.get(most, 0), "link_queue_peer": address}
+        self._queue = {"link_queue_bytes": waiting.get(most, 0), "link_queue_peer": address}
+        return row | self._queue
 
     def _remote(self) -> dict[str, Any]:
         if not self._rdma:

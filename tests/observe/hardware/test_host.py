@@ -152,6 +152,25 @@ def test_units_of_what_the_kernel_says(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_many_sockets_are_read_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With twice as many sockets as are read at once, every third reading reads them; those between repeat what it found."""
+    monkeypatch.setattr(host, "_SOCKETS", 2)
+    (tmp_path / "proc/net").mkdir(parents=True)
+    (tmp_path / "proc/net/snmp").write_text("Tcp: RtoMin RetransSegs\nTcp: 200 7\n")
+
+    def wait(queue: int) -> None:
+        line = f"0: 0100000A:1F90 0200000A:C350 01 {queue:08X}:00000000 00:00000000 00000000 0 0 1\n"
+        (tmp_path / "proc/net/tcp").write_text("header\n" + 4 * line)
+
+    wait(1000)
+    watch = Host("203.0.113.9", "/nowhere", root=tmp_path)
+    found = [watch.read()]
+    wait(2000)
+    found += [watch.read() for _ in range(3)]
+    assert [row["link_queue_bytes"] for row in found] == [4000, 4000, 4000, 8000]
+    assert {(row["link_queue_peer"], row["retransmits_count"]) for row in found} == {("10.0.0.2", 7)}
+
+
 def test_what_is_not_there_stays_empty(tmp_path: Path) -> None:
     """Counters that the kernel does not provide are missing; the rest of the row is there."""
     (tmp_path / "proc").mkdir()
