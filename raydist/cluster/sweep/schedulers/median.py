@@ -48,7 +48,7 @@ def build(settings: Mapping[str, Any], setting: Setting) -> Rule:
 
 @dataclass(slots=True)
 class _Seen:
-    """A trial up to its last check. `total`, `count`: of its scores since `grace`."""
+    """A trial up to its last check. `total`, `count`: of its finite scores since `grace`."""
 
     look: int = 0
     best: float = -math.inf
@@ -57,7 +57,7 @@ class _Seen:
 
     def mean(self) -> float | None:
         """Mean score; None if there is no finite one."""
-        return self.total / self.count if self.count and math.isfinite(self.total) else None
+        return self.total / self.count if self.count else None
 
 
 class Median(Rule):
@@ -85,7 +85,8 @@ class Median(Rule):
         seen.look, seen.best = look, max(seen.best, score)
         if tokens < self._grace:
             return GO
-        seen.total, seen.count = seen.total + score, seen.count + 1
+        if math.isfinite(score):  # else one NaN would take the trial out of the reference for good
+            seen.total, seen.count = seen.total + score, seen.count + 1
         others = self._looks.get(look)
         worse = others is not None and len(others) >= _LEAST_OTHERS and seen.best < others.quantile(0.5)
         self._note(look, seen)

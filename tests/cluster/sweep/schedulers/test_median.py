@@ -82,6 +82,16 @@ def test_no_number() -> None:
     assert rule.report("h", 10, 0.9) == STOP
 
 
+def test_one_score_that_is_no_number() -> None:
+    """A trial with one counts with its other scores: with too few trials without one the rule would never stop any."""
+    rule = Median(10, 0, 100)
+    three(rule, [10], 1.0)
+    three(rule, [20], -math.inf)
+    three(rule, [30], 3.0)
+    assert rule.report("d", 30, 1.9) == STOP
+    assert rule.report("e", 30, 2.0) == GO
+
+
 def test_looks_have_a_bound() -> None:
     """One report that passes a million checks is recorded at a hundred at most."""
     rule = Median(1, 0, 10**6)
