@@ -145,8 +145,8 @@ class Host:
     def _tcp(self) -> dict[str, Any]:
         names, values = (line.split() for line in self._text("proc/net/snmp").splitlines() if line.startswith("Tcp:"))
         row: dict[str, Any] = {"retransmits_count": int(values[names.index("RetransSegs")])}
-        # The kernel takes about a microsecond for each socket of the host: on one with thousands it is read less often. The readings
-        # between repeat the newest value: without one they would say that nothing waits.
+        # The kernel takes about a microsecond for each socket of the host: on one with thousands it is read less often. The
+        # readings between repeat the newest value: without one they would say that nothing waits.
         if self._reads % self._queue_reads:
             return row | self._queue
         self._queue = {}
