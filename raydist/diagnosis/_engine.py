@@ -199,6 +199,7 @@ class Diagnosis:
             lows=lows,
             spec=self._spec,
             warm_at=self._warm_at,
+            reported={key: one.finding for key, one in self._reported.items()},
         )
         now = max(window.now, self._fresh[-1].at if self._fresh else 0.0)
         found: list[Finding] = []

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from raydist.diagnosis._history import Lows
 from raydist.diagnosis._loads import Loads
-from raydist.records import Event
+from raydist.records import Event, Finding
 from raydist.run.log import FIELDS, SINGLE
 from raydist.run.telemetry_schema import COLUMNS, OPS, PHASES, is_total
 from raydist.spec.script import SESSION, in_its_place
@@ -147,7 +147,7 @@ class Steps:
 class Window:
     """See the module. `spec`: the job as plain data, {} if it is not known. `lows`: the long history of memory, at the scales that
     have enough new bins (raydist.diagnosis._history). `events`: of the run so far, without findings; `fresh`: those since the last
-    window.
+    window. `reported`: the findings that are not over, by key.
     """
 
     def __init__(
@@ -161,11 +161,12 @@ class Window:
         lows: Sequence[Lows] = (),
         spec: Mapping[str, Any] | None = None,
         warm_at: float = 0.0,
+        reported: Mapping[Key, Finding] | None = None,
     ) -> None:
         self._end, self._warm_at = end, warm_at
         self._stores = stores or {}
         self.steps, self.events, self.fresh, self.lows = Steps() if steps is None else steps, events, fresh, lows
-        self.spec = spec or {}
+        self.spec, self.reported = spec or {}, reported or {}
         self._cuts: dict[tuple[str, str], Array] = {}
         self._places: dict[str, Any] = {}
         self._series: dict[tuple[str, str], Array] = {}

@@ -49,7 +49,8 @@ def check(window: Window) -> Iterator[Finding]:
         return  # ranks that share one host's processors wait for one another, not for a link
     if slow_ranks(window, "slow_compute") or slow_ranks(window, "slow_data"):
         return
-    if any(one for rule in (slow_link, wrong_network, nvlink_narrow) for one in rule.check(window)):
+    # Full sockets name a link also where it was always slow, which slow_link does not report.
+    if slow_link.full(window) or any(one for rule in (wrong_network, nvlink_narrow) for one in rule.check(window)):
         return
     least = share.min(axis=0)
     known = least[~np.isnan(least)]

@@ -24,7 +24,7 @@ COLUMNS = ("link_queue_bytes", "link_queue_peer", "retransmits_count", "nic_out_
 THRESHOLDS = {
     "exposed": ("0.3 of the time", "below that a link twice as fast gains under 15%"),
     "grown": (
-        "1.5 times the run's own before, or no history",
+        "1.5 times the run's own before, or no history; not while it is reported",
         "a link that was always like this is no fault of one node",
     ),
     "queue": (
@@ -36,24 +36,37 @@ THRESHOLDS = {
 EXPOSED, QUEUE, TIMES, GROWN = 0.3, 64 << 10, 4.0, 1.5
 
 
-def check(window: Window) -> Iterator[Finding]:
-    """The node whose sockets are full, and the peer that it sends to."""
-    nodes = window.keys("node")
-    exposed = all_wait(window, "exposed")
-    if len(nodes) < 2 or exposed < EXPOSED:
-        return
-    queues = np.nan_to_num(window.series("node", "link_queue_bytes"))[:, -RECENT:]
-    if queues.shape[1] < RECENT:
-        return
+def full(window: Window) -> tuple[int, float, float] | None:
+    """The node whose sockets are full while all ranks wait: its row, what waits in them, and the median of the other nodes."""
+    queues = window.series("node", "link_queue_bytes")[:, -RECENT:]
+    known = ~np.isnan(queues).all(
+        axis=1
+    )  # a node that has left, or whose kernel does not tell, is not one with empty sockets
+    if known.sum() < 2 or queues.shape[1] < RECENT or all_wait(window, "exposed") < EXPOSED:
+        return None
+    queues = np.nan_to_num(queues)
     waits = np.sort(queues, axis=1)[:, 1]  # in all parts but one
     worst = int(waits.argmax())
-    others = np.delete(queues.mean(axis=1), worst)
-    if waits[worst] < QUEUE or queues[worst].mean() < TIMES * np.median(others):
+    means = queues.mean(axis=1)
+    own = float(means[worst])
+    others = float(np.median(means[known & (np.arange(len(means)) != worst)]))
+    return (worst, own, others) if waits[worst] >= QUEUE and own >= TIMES * others else None
+
+
+def check(window: Window) -> Iterator[Finding]:
+    """The node whose sockets are full, and the peer that it sends to."""
+    found = full(window)
+    if found is None or any(wrong_network.check(window)):
         return
-    before = history(window.share("exposed"))
-    if exposed < GROWN * before or any(wrong_network.check(window)):
+    worst, own, others = found
+    node = window.keys("node")[worst]
+    exposed, before = all_wait(window, "exposed"), history(window.share("exposed"))
+    reported = window.reported.get(("slow_link", None, str(node)))
+    if reported is not None:  # a link that stays slow becomes the run's history, and is still slow
+        value = reported.evidence[-1]["value"]
+        before = float("nan") if value is None else float(value)
+    elif exposed < GROWN * before:
         return
-    node = nodes[worst]
     who = window.who("node", node)
     peer = window.text("node", node, "link_queue_peer")
     again = window.recent("node", "retransmits_count")[worst]
@@ -70,15 +83,15 @@ def check(window: Window) -> Iterator[Finding]:
             "kind": str(node),
             "exposed": exposed,
             "bytes_per_second": float(sent),
-            "queue_bytes": float(queues[worst].mean()),
+            "queue_bytes": own,
         },
         remedy=f"measure it: `raydist bench comm`; check the cable, port and driver of {who['host']} (ethtool -S), and that "
         "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the fast interface",
         cause=f"what {who['host']} sends to {peer} waits in its sockets",
         culprit={"host": who["host"], "node": node, "link": [node, peer]},
         evidence=[
-            figure("bytes that wait in its sockets", float(queues[worst].mean()), "node monitor: /proc/net/tcp"),
-            figure("median of the other nodes", float(np.median(others)), "node monitor: /proc/net/tcp"),
+            figure("bytes that wait in its sockets", own, "node monitor: /proc/net/tcp"),
+            figure("median of the other nodes", others, "node monitor: /proc/net/tcp"),
             figure("share of segments that are sent again", float(again) / packets, "node monitor: /proc/net/snmp"),
             figure("exposed communication", exposed, "telemetry: the least of all ranks"),
             figure("exposed communication before", before, "telemetry: the run's own history"),

@@ -271,6 +271,31 @@ def test_nodes_that_have_left_are_not_compared() -> None:
     assert told(Diagnosis(), linked(20, lambda _: (0, 0)), shrunk) == []
 
 
+@pytest.mark.parametrize(("begin", "end"), [(0, 360), (100, 360), (100, 460)])
+def test_a_link_that_stays_slow_stays_reported(begin: int, end: int) -> None:
+    """Minutes later it is all of the run's history: it is told once, and over only once its sockets are empty; meanwhile nothing
+    says that no link is slow."""
+
+    def slow(second: int) -> bool:
+        return begin <= second < end
+
+    def queues(second: int) -> tuple[int, ...]:
+        return (300_000, 1_000) if slow(second) else (0, 0)
+
+    found = told(Diagnosis(), linked(500 if end > 360 else 360, queues, lambda second: 0.7 if slow(second) else 0.1))
+    ended = ["over"] if end > 360 else []
+    assert [(one.rule, one.state) for _, one in found] == [("slow_link", state) for state in ("new", *ended)]
+    assert found[0][0] <= begin + 25
+    assert not ended or found[1][0] > end
+
+
+def test_full_sockets_that_are_no_news_are_not_denied() -> None:
+    """All ranks always waited that long, and then one node's sockets are full: that no link is slow is no longer said."""
+    found = told(Diagnosis(), linked(160, lambda second: (300_000 if second > 100 else 0, 0)))
+    assert [(one.rule, one.state) for _, one in found] == [("comm_bound", "new"), ("comm_bound", "over")]
+    assert found[1][0] > 100
+
+
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
 def test_a_clock_that_jumps_hides_nothing(jump: float) -> None:
     """The clock by which rows are timed jumps an hour, while a rank is slow: what is slow after that is found as before, and what
