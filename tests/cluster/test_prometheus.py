@@ -201,6 +201,19 @@ def test_the_figures_are_the_job_s(scraped: tuple[Prometheus, Job]) -> None:
         prometheus_.until(name, are_right)  # it may be exported and scraped after the tokens
 
 
+def test_a_finding_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not counted again when it changes or is over."""
+    counted = []
+    monkeypatch.setattr(prometheus.Exporter, "__init__", lambda self: None)
+    monkeypatch.setattr(
+        prometheus.Exporter, "_add", lambda self, name, value, **labels: counted.append((name, value, labels))
+    )
+    exporter = prometheus.Exporter()  # type: ignore[call-arg]
+    for state in ("new", "changed", "over"):
+        exporter.event({"kind": "finding", "rule": "slow_link", "severity": "warning", "state": state})
+    assert counted == [("raydist_findings_total", 1, {"rule": "slow_link", "severity": "warning"})]
+
+
 def test_causes_are_recovery_s() -> None:
     """The label `cause` has the kinds of failures of recovery, and `other`."""
     assert set(prometheus.CAUSES) == set(get_args(Kind))

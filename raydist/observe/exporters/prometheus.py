@@ -101,7 +101,7 @@ class Exporter(BaseExporter):
         """Failures, findings, the loss of an evaluation, and the data for MFU."""
         if event["kind"] == "failure":
             self._add("raydist_restarts_total", 1, cause=event["fault"] if event["fault"] in CAUSES else "other")
-        elif event["kind"] == "finding" and event.get("state", "new") != "over":
+        elif event["kind"] == "finding" and event.get("state", "new") == "new":
             self._add("raydist_findings_total", 1, rule=event["rule"], severity=event["severity"])
         elif event["kind"] == "eval":
             self._set_run_gauge("raydist_eval_loss_nats", event["loss"])
