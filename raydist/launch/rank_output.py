@@ -99,12 +99,16 @@ class Output:
                     tries += 1
 
     def _take(self) -> bytes:
-        """The next text to write: whole lines, because secrets are only recognised as a whole."""
+        """The next text to write: whole lines, because secrets are only recognised as a whole. Each state of a progress bar, which
+        ends with a carriage return, is one."""
         with self._changed:
-            end = len(self._waiting) if self._ended else self._waiting.rfind(b"\n") + 1
+            end = len(self._waiting)
+            if not self._ended:
+                end = max(self._waiting.rfind(b"\n"), self._waiting.rfind(b"\r")) + 1
             data, dropped = bytes(self._waiting[:end]), self._dropped
             del self._waiting[:end]
-            self._dropped = 0
+            if data:  # else the text that reports it is yet to come
+                self._dropped = 0
         if not data or self._stored > MOST_BYTES:
             return b""
         text = redact(data.decode(errors="surrogateescape")).encode(errors="surrogateescape")

@@ -107,6 +107,19 @@ def test_a_rank_never_waits_for_storage(tmp_path: Path, monkeypatch: pytest.Monk
     assert lines[2:] == [f"{i:09}" for i in range(900, 1000)]
 
 
+def test_a_progress_bar(tmp_path: Path) -> None:
+    """Its states are stored while it runs, although no line ends; what was dropped before one ends is reported."""
+    made = Output(str(tmp_path), 1, 0)
+    made._waiting += b"\r 10%\r 2"
+    assert made._take() == b"\r 10%\r"
+    made._dropped = 3
+    assert made._take() == b""
+    made._waiting += b"0%\n"
+    assert made._take() == b"[raydist: 3 bytes are missing here: storage did not take them in time]\n 20%\n"
+    assert made._take() == b""
+    made.abandon()
+
+
 def test_a_flood_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's file has a maximum size, and its last line says so."""
     monkeypatch.setattr(rank_output, "MOST_BYTES", 100)
