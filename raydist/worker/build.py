@@ -243,7 +243,12 @@ def build_optimizer(
     shards: Mapping[str, ParamShard],
     split: LayerSplit | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer, with its state on the device of the shards, in host memory, or in a file."""
+    """The optimizer, with its state on the device of the shards, in host memory, or in a file. Raises UserError without shards."""
+    if not shards:
+        raise UserError(
+            f"rank {rank.rank} has no parameter that is trained",
+            "give the layers of each pipeline stage an adapter (model.lora.targets), or set parallel.pipeline: 1",
+        )
     device = next(iter(shards.values())).local.device
     same_bits = spec.train.virtual_ranks is not None
     if spec.offload.optimizer == "none":

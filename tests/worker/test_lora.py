@@ -33,7 +33,7 @@ from raydist.storage import Storage
 from raydist.worker import base_weights as shared
 from raydist.worker import pretrained
 from raydist.worker.attempt import Job, MonitorChannel
-from raydist.worker.build import build_model
+from raydist.worker.build import build_model, build_optimizer
 from raydist.worker.distributed import Rank
 from raydist.worker.loop import train
 from raydist.worker.lora import A, B, LoraLinear, add, frozen_shards
@@ -310,3 +310,10 @@ def test_targets_choose_layers(base: Path, tokens: str, tmp_path: Path) -> None:
     assert chosen == [f"blocks.{i}.{n}" for i in (0, 1) for n in ("attention.q", "attention.v", "mlp.up")][:5]
     with pytest.raises(SpecError, match=r"model\.lora: needs the weights that the adapters are for; set model\.hf"):
         parse({"model": {"lora": {}}, "data": {"source": "a"}, "train": {"steps": 1}})
+
+
+def test_a_rank_without_an_adapter_is_refused(base: Path, tokens: str, tmp_path: Path) -> None:
+    """As a pipeline stage of layers that have none: with the remedy, on every rank of that stage."""
+    none: Any = None
+    with pytest.raises(UserError, match=r"rank 0 has no parameter that is trained\n.*model.lora.targets"):
+        build_optimizer(job(base, tokens, tmp_path), alone(), none, {})
