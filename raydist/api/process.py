@@ -56,8 +56,9 @@ def run(
         print("raydist: interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError as error:
-        if not _readers_gone():
-            leave(crash.report(error))  # of another pipe or connection
+        if not _readers_gone():  # of another pipe or connection
+            tell(crash.report(error))
+            leave(crash.INTERNAL)
         # `raydist runs | head`: the reader closed the pipe, so nothing more may be written to stdout.
         sys.stdout = None
         sys.exit(0)
