@@ -272,7 +272,7 @@ def test_refused(sections: dict[str, Any], message: str, tmp_path: Path) -> None
 
 def test_a_ring_that_does_not_fit() -> None:
     """Of another number of ranks, and on NCCL, which has rings of its own."""
-    three = job("ddp", comm={"topology": "ring", "ring": [0, 2, 1]})
+    three = job("ddp", comm={"topology": "ring", "ring": [0, 2, 1]}, cluster={"workers": [3, 4]})
     here = Rank(0, 4, 0, torch.device("cpu"), "gloo", "", None, ())
     for rank, message in (
         (here, "an order of 3 ranks, and there are 4"),
