@@ -1,4 +1,5 @@
-"""Creates an object on S3 only if its name does not exist (`If-None-Match: *`). pyarrow cannot; botocore can, if it is installed.
+"""Creates a file only if its name does not exist: by a hard link, and on S3 with `If-None-Match: *`. pyarrow cannot; botocore
+can, if it is installed.
 
 Runs anywhere. Imports botocore inside functions.
 """
@@ -9,6 +10,7 @@ import functools
 import os
 import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -19,6 +21,17 @@ _KNOWN = {"region", "scheme", "endpoint_override", "allow_bucket_creation", "all
 _CONFLICT_TRIES = 10
 _CONFLICT_WAIT_S = 0.2
 _WRITER = "raydist-writer"
+
+
+def link(path: Path, to: Path) -> None:
+    """A hard link. Raises OSError, FileExistsError only if `to` is another file: on NFS the answer to a link that was made may be
+    lost, and the client, which asks again, is told that it exists.
+    """
+    try:
+        os.link(path, to)
+    except FileExistsError:
+        if path.stat().st_nlink < 2:
+            raise
 
 
 class Creator:

@@ -5,8 +5,6 @@ Runs anywhere.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Protocol
 
 
@@ -15,17 +13,6 @@ class Sink(Protocol):
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Writes bytes; returns how many."""
-
-
-def link(path: Path, to: Path) -> None:
-    """A hard link. Raises OSError, FileExistsError only if `to` is another file: on NFS the answer to a link that was made may be
-    lost, and the client, which asks again, is told that it exists.
-    """
-    try:
-        os.link(path, to)
-    except FileExistsError:
-        if path.stat().st_nlink < 2:
-            raise
 
 
 def write_whole(sink: Sink, data: bytes | memoryview) -> None:

@@ -20,7 +20,7 @@ from raydist import conditional_writes, remote_filesystem
 from raydist.errors import StorageError, UserError
 from raydist.paths import local_path
 from raydist.redact import redact
-from raydist.sinks import Sink, link, write_whole
+from raydist.sinks import Sink, write_whole
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -236,7 +236,7 @@ class Storage:
                 with open(part, "xb", buffering=0, opener=opener) as file:
                     write_whole(file, data)
                     os.fsync(file.fileno())
-                link(part, path)
+                conditional_writes.link(part, path)
             finally:
                 part.unlink(missing_ok=True)
             _sync_folder(path.parent)

@@ -30,7 +30,6 @@ _START = (
     "main(sys.argv[1], *map(int, sys.argv[2:]))"
 )
 _RAYDIST = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_SHOWN = 60
 _LAST = 4096
 """Bytes of the process's output that are shown if it ends without an error of raydist's."""
 
@@ -184,7 +183,7 @@ def _plain(value: Any) -> Any:
     if getattr(value, "shape", None) == ():  # a number of numpy or torch
         return value.item()
     raise UsageError(
-        f"{repr(value)[:_SHOWN]}: a {type(value).__module__}.{type(value).__qualname__} is not a value of a job",
+        f"{value!r:.60}: a {type(value).__module__}.{type(value).__qualname__} is not a value of a job",
         "give numbers, texts, lists and dicts",
     )
 
@@ -196,10 +195,8 @@ def check_numbers(most: float = math.inf, **numbers: tuple[float | None, float])
         number = isinstance(value, Real) or getattr(value, "shape", None) == ()
         if value is not None and not (number and least <= value <= most and math.isfinite(value)):
             limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise UsageError(
-                f"{name}={value if number else repr(value)[:_SHOWN]}: is not a number {limits}",
-                "give another one, or leave it out",
-            )
+            shown = str(value) if number else f"{value!r:.60}"
+            raise UsageError(f"{name}={shown}: is not a number {limits}", "give another one, or leave it out")
 
 
 def answer(data: bytes) -> tuple[Any, RaydistError | None]:

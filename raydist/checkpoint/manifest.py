@@ -282,21 +282,19 @@ def read_newest(run: RunDir) -> Manifest | None:
 
 
 class Unread(str):
-    """The problem of a file that storage has not read. `lost`: as a disk cannot read the bytes (EIO); else it may be whole."""
+    """The problem of a file that storage has not read. `whole`: it may be whole, see `lost`."""
 
-    lost = False
+    whole = True
 
 
-def unread(problem: str, error: OSError) -> Unread:
-    """That problem."""
-    found = Unread(problem)
+def lost(error: OSError) -> bool:
+    """Whether a disk cannot read the bytes (EIO): they are lost. After any other error they may be there."""
     of = error.__cause__ if isinstance(error, StorageError) else error
-    found.lost = isinstance(of, OSError) and of.errno == errno.EIO
-    return found
+    return isinstance(of, OSError) and of.errno == errno.EIO
 
 
 def check_file(run: RunDir, step: int, name: str, entry: FileEntry) -> str | None:
-    """The problem of one shard, or None. Reads all of it; a shard that storage cannot read has a problem too, see `unread`."""
+    """The problem of one shard, or None. Reads all of it; a shard that storage cannot read has a problem too, Unread."""
     where = f"{run.uri}/{path(step, name)}"
     try:
         with run.storage.open(path(step, name)) as source:
@@ -309,7 +307,9 @@ def check_file(run: RunDir, step: int, name: str, entry: FileEntry) -> str | Non
     except FileNotFoundError:
         return f"{where}: is missing"
     except OSError as error:
-        return unread(f"{where}: cannot be read: {error}", error)
+        problem = Unread(f"{where}: cannot be read: {error}")
+        problem.whole = not lost(error)
+        return problem
     if hasher.hexdigest() != entry.xxh3:
         return f"{where}: its bytes are not those that were written (xxh3 {hasher.hexdigest()} instead of {entry.xxh3})"
     return None

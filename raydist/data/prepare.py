@@ -102,8 +102,7 @@ def prepare(
                         done = _make(storage, plan, progress or (lambda p: None), map_files)
                     except (FileNotFoundError, StorageError):
                         # On an object store there is no lock: another process may have finished it, and deleted the journal.
-                        done = _finished(storage, plan)
-                        if done is None:
+                        if storage.local or (done := _finished(storage, plan)) is None:
                             raise
                 storage.delete(JOURNAL)
     except StorageError as error:
@@ -284,7 +283,8 @@ def _joined(storage: Storage, made: Sequence[Made], name: Split) -> SplitIndex:
     file, digest, before = f"{name}-ends.bin", xxhash.xxh3_128(), 0
     # All is read before the file is created: an object whose upload fails is deleted, and it may be another process's, which has
     # finished the dataset and deleted what is read here.
-    with tempfile.SpooledTemporaryFile(_COPY_BYTES) as whole:
+    place = str(storage.local or tempfile.gettempdir())
+    with tempfile.SpooledTemporaryFile(_COPY_BYTES, dir=place) as whole:
         for block, part in zip(made, parts, strict=True):
             raw = storage.read(shards.ends_file(block.block))
             size = 8 * part.documents
@@ -294,9 +294,7 @@ def _joined(storage: Storage, made: Sequence[Made], name: Split) -> SplitIndex:
             try:
                 whole.write(data)
             except OSError as error:
-                raise StorageError(
-                    f"cannot write to {tempfile.gettempdir()}: {error}", "make room, or set TMPDIR"
-                ) from None
+                raise StorageError(f"cannot write to {place}: {error}", "make room there, or set TMPDIR") from None
             before += part.tokens
         whole.seek(0)
         with storage.create(file) as sink:

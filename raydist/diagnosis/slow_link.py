@@ -39,9 +39,8 @@ EXPOSED, QUEUE, TIMES, GROWN = 0.3, 64 << 10, 4.0, 1.5
 def full(window: Window) -> tuple[int, float, float] | None:
     """The node whose sockets are full while all ranks wait: its row, what waits in them, and the median of the other nodes."""
     queues = window.series("node", "link_queue_bytes")[:, -RECENT:]
-    known = ~np.isnan(queues).all(
-        axis=1
-    )  # a node that has left, or whose kernel does not tell, is not one with empty sockets
+    # A node that has left, or whose kernel does not tell, is not one with empty sockets.
+    known = ~np.isnan(queues).all(axis=1)
     if known.sum() < 2 or queues.shape[1] < RECENT or all_wait(window, "exposed") < EXPOSED:
         return None
     queues = np.nan_to_num(queues)

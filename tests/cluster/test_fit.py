@@ -27,6 +27,7 @@ from raydist.cluster.run.worker_group_slot import start_coordinator
 from raydist.cluster.session import Session, open_session, worker_environment
 from raydist.errors import RaydistError
 from raydist.run.directory import RunDir
+from tests.actors import gone
 from tests.processes import runs
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -129,17 +130,6 @@ def test_a_worker_that_exits_is_a_death(session: Session) -> None:
     assert failure.rank in (1, None)
 
 
-def _dead(actor: Any) -> bool:
-    """Whether Ray knows that its process has ended."""
-    try:
-        ray.get(actor.reports.remote())
-    except ray.exceptions.ActorDiedError:
-        return True
-    except ray.exceptions.ActorUnavailableError:
-        return False
-    return False
-
-
 def test_a_killed_coordinator_is_named(session: Session, tmp_path: Path) -> None:
     """Whatever the run calls it for next, the run's cause is its process."""
     coordinator, none = start_coordinator(), cast(Any, None)
@@ -147,7 +137,7 @@ def test_a_killed_coordinator_is_named(session: Session, tmp_path: Path) -> None
     # Not found by its name: a coordinator of the test before may still be exiting.
     pid = ray.get(cast(Any, coordinator).__ray_call__.remote(lambda self: os.getpid()))
     os.kill(pid, signal.SIGKILL)
-    while not _dead(coordinator):
+    while not gone(coordinator):
         time.sleep(0.02)  # until Ray knows, it says of a call only that the actor is unavailable
     attempts = cast(Any, SimpleNamespace(run=lambda: ray.get(coordinator.gathered.remote())))
     parts: dict[str, Any] = {

@@ -27,6 +27,7 @@ from raydist.observe.hardware.nvml import Gpus
 from raydist.observe.node_monitor import NodeMonitor
 from raydist.run.directory import ATTEMPTS, SAMPLES, RunDir
 from raydist.run.telemetry_log import read_samples
+from tests.actors import gone
 
 ROOT = Path(__file__).parents[2]
 RANK = """
@@ -133,17 +134,6 @@ def pid_of(actor: Any) -> int:
         return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=10))
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         return 0
-
-
-def gone(actor: Any) -> bool:
-    """Whether it has ended for good."""
-    try:
-        ray.get(actor.__ray_ready__.remote())
-    except ray.exceptions.ActorDiedError:
-        return True
-    except ray.exceptions.ActorUnavailableError:
-        return False  # its connection is closed, and Ray does not know yet that it has ended
-    return False
 
 
 def kill(actor: Any) -> int:

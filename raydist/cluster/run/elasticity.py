@@ -25,7 +25,6 @@ _START_S = 120.0
 """How long a run's first workers may wait for their resources."""
 _GROWING_LOOKS = 3
 """The run grows when it has found room for more workers this many times in a row."""
-_RESIZE = "resize"
 _FORGIVE_S = 10.0
 """How long after its loss, at the earliest, a lost node is asked again."""
 
@@ -228,7 +227,7 @@ class Elasticity:
 
     def _end_attempt(self, action: str, because: str) -> None:
         self._monitor.say("decision", action=action, because=f"{because}: one checkpoint, then a new attempt")
-        self._stop_request.want(_RESIZE, True)
+        self._stop_request.want("resize", True)
         self._monitor.command(self._stop_request.command)
 
     def _asked_to_grow(self) -> bool:
@@ -236,6 +235,6 @@ class Elasticity:
         grow = self._grow
         if self._leaving or grow:
             self._leaving, self._grow, self._growing = set(), False, 0
-            self._stop_request.want(_RESIZE, False)
+            self._stop_request.want("resize", False)
             self._monitor.command(self._stop_request.command)
         return grow

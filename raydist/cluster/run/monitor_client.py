@@ -16,6 +16,7 @@ from typing import Any
 from raydist.records import Event
 
 _ANSWER_S = _HANGS_S = 30.0
+"""How long a monitor may take to answer; and to learn of an attempt, before it is killed."""
 _SNAPSHOT_S = 5.0
 _AGAIN_S = 0.5
 _LOOK_S = 0.25

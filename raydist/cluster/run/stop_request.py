@@ -11,6 +11,7 @@ Runs in: the driver, any thread and signal handlers. Neither torch nor ray.
 from __future__ import annotations
 
 import threading
+from typing import Literal
 
 
 class StopRequest:
@@ -42,9 +43,12 @@ class StopRequest:
         """Waits that long for a first request. Whether there is one."""
         return self._asked.wait(seconds)
 
-    def want(self, why: str, wanted: bool) -> None:
+    def want(self, why: Literal["head", "resize"], wanted: bool) -> None:
         """Whether the ranks are to end their attempt after a checkpoint for this reason of the driver's own."""
-        (self._reasons.add if wanted else self._reasons.discard)(why)
+        if wanted:
+            self._reasons.add(why)
+        else:
+            self._reasons.discard(why)
 
     def command(self) -> str | None:
         """The command for the ranks: "stop", if the user or the driver wants it; None: train on."""

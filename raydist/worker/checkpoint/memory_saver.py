@@ -69,7 +69,7 @@ class Slot(Stage):
             os.close(file)
         self._buffer = torch.frombuffer(pages, dtype=torch.uint8)
         if self.device.type == "cuda":
-            self.pin()
+            self.pin_buffer()
 
     def withdraw(self) -> None:
         """Invalidates its shard: the file is renamed, and may be written."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -31,8 +30,8 @@ from raydist.errors import (
 )
 from raydist.records import Event
 from raydist.redact import redact
-from raydist.run.directory import Lineage, RunDir, manifest_name, step_folder
-from raydist.worker.checkpoint import joined_state
+from raydist.run.directory import Lineage, RunDir, manifest_name
+from raydist.worker.checkpoint import joined_state, shard_check
 from raydist.worker.checkpoint.agreement import RankFailure, none_failed
 from raydist.worker.checkpoint.extra_state import EXTRA, Joins, owner, tensor_name
 from raydist.worker.checkpoint.save_plan import rank_name
@@ -41,13 +40,6 @@ from raydist.worker.comm.json_gather import broadcast_json, gather_json
 from raydist.worker.parameter_table import dtype_name, gather_tensors
 
 T = TypeVar("T")
-
-LATE_S, _LOOK_S = 3.0, 0.2
-"""How long a shard that the manifest names may be unseen here: an NFS client keeps names, and some object stores list late. And how
-often to look."""
-
-READ_AGAIN_S = 30.0
-"""How long a manifest or a shard that storage refuses to read is read again."""
 
 _leases: dict[tuple[str, int], Lease] = {}
 """The leases of this process, from `choose` to `load`."""
@@ -113,6 +105,8 @@ def choose_from(
         elif rank == 0:
             listed = {c: name for c, name in _listed(run, replicas, away, lost).items() if c not in passed}
             candidate = max(listed, key=lambda c: (c[0], -c[1]), default=None)
+            if candidate and any(step > candidate[0] for step, _ in unread):
+                candidate = None
             claimed = (
                 _claim(_place(run, replicas, candidate[1]), candidate[0], listed[candidate]) if candidate else None
             )
@@ -123,10 +117,8 @@ def choose_from(
         found = claimed[0] if isinstance(claimed, tuple) else _decoded(sent[1])
         at, where = candidate
         problems: list[str] = []
-        if any(step > at for step, _ in unread):
-            break
         if isinstance(found, Manifest):
-            share = _check_share(run, replicas, where, found, rank, world_size)
+            share = _share(run, replicas, where, found, rank, world_size)
             every = [(problem, whole) for of_rank in gather_json(share, group) for problem, whole in of_rank]
             problems = [problem for problem, _ in every]
             if problems and not where and all(whole for _, whole in every):
@@ -215,18 +207,29 @@ def _listed(
 
 def _claim(run: RunDir, step: int, name: str | None) -> tuple[Manifest, str] | RaydistError:
     """Errors are sent to all ranks, which wait for rank 0."""
-    deadline = time.monotonic() + READ_AGAIN_S
+    deadline = time.monotonic() + shard_check.READ_AGAIN_S
     while True:
         try:
-            if run.manifest(step) is not None:
+            if run.manifest(step) is not None and (run.uri, step) not in _leases:
                 _leases[run.uri, step] = Lease(run, step)
             return manifest.read_with_text(run, step, name)
         except (CheckpointCorrupt, CheckpointNotFound) as error:
             return error
         except StorageError as error:
             if time.monotonic() > deadline:
-                return CheckpointCorrupt(error.message, error.hint) if manifest.unread("", error).lost else error
-            time.sleep(_LOOK_S)
+                return CheckpointCorrupt(error.message, error.hint) if manifest.lost(error) else error
+            time.sleep(shard_check.LOOK_S)
+
+
+def _share(
+    run: RunDir, replicas: Sequence[str], where: int, found: Manifest, rank: int, world_size: int
+) -> list[tuple[str, bool]]:
+    """`shard_check.problems` of that place."""
+    try:
+        place = _place(run, replicas, where)
+    except (RaydistError, OSError) as error:
+        return [(f"{replicas[where - 1]}: rank {rank} cannot reach it: {error}", False)]
+    return shard_check.problems(place, found, rank, world_size)
 
 
 def release(run: RunDir, step: int) -> None:
@@ -234,42 +237,6 @@ def release(run: RunDir, step: int) -> None:
     lease = _leases.pop((run.uri, step), None)
     if lease is not None:
         lease.release()
-
-
-def _check_share(
-    run: RunDir, replicas: Sequence[str], where: int, found: Manifest, rank: int, world_size: int
-) -> list[tuple[str, bool]]:
-    """The problems of this rank's share of the files, and whether such a file may be whole. The share: every world_size-th, in
-    descending order of size."""
-    try:
-        run = _place(run, replicas, where)
-    except (RaydistError, OSError) as error:
-        return [(f"{replicas[where - 1]}: rank {rank} cannot reach it: {error}", False)]
-    files = sorted(found.files.items(), key=lambda f: (-f[1].bytes, f[0]))[rank::world_size]
-    problems = {name: manifest.check_file(run, found.step, name, entry) for name, entry in files}
-    begun = time.monotonic()
-
-    def again(name: str, problem: str | None) -> bool:
-        waited = time.monotonic() - begun
-        if isinstance(problem, manifest.Unread):
-            return waited < READ_AGAIN_S
-        return problem is not None and waited < LATE_S and _absent(run, found.step, name)
-
-    while late := [name for name, problem in problems.items() if again(name, problem)]:
-        time.sleep(_LOOK_S)
-        with suppress(StorageError):
-            run.storage.files(
-                step_folder(found.step)
-            )  # an NFS client asks its server anew about a folder that is listed
-        problems |= {name: manifest.check_file(run, found.step, name, found.files[name]) for name in late}
-    return [(p, isinstance(p, manifest.Unread) and not p.lost) for p in problems.values() if p]
-
-
-def _absent(run: RunDir, step: int, name: str) -> bool:
-    try:
-        return run.storage.size(manifest.path(step, name)) is None
-    except StorageError:
-        return False  # there or not, it cannot be read
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,9 @@ class Stage:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old buffer before the new one is allocated
             self._buffer = _pages(nbytes)
             if self._stream:
-                self.pin()
+                self.pin_buffer()
 
-    def pin(self) -> None:
+    def pin_buffer(self) -> None:
         """Where CUDA refuses, copies are slower, and training waits for them."""
         if code := pin(self._buffer, self.device):
             self.unpinned = (

@@ -204,8 +204,8 @@ _SAME = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", 
 def hf_fields(config: Config) -> dict[str, Any]:
     """See `HuggingFace.fields`."""
     newer = config["model_type"] == "deepseek_v3"
-    groups = {"n_group": 8, "topk_group": 4} if newer else {}
-    config = {"q_lora_rank": 1536, "first_k_dense_replace": 3 if newer else 0, **groups, **config}
+    scaled = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4} if newer else {"routed_scaling_factor": 1.0}
+    config = {"q_lora_rank": 1536, "first_k_dense_replace": 3 if newer else 0, **scaled, **config}
     method = config.get("topk_method", "noaux_tc" if newer else "greedy")
     for key, computed in (
         ("attention_bias", False),
@@ -219,8 +219,7 @@ def hf_fields(config: Config) -> dict[str, Any]:
             raise UserError(f"{key}: {config[key]!r} is not computed here", f"only {computed!r} is")
     fields = decoder_fields({k: v for k, v in config.items() if k != "head_dim"}, DecoderOptions(rms_norm_eps=1e-6))
     found = {key: config["q_lora_rank"] if key == "q_lora_rank" else need(config, key) for key in _SAME}
-    found["routed_scaling_factor"] = config.get("routed_scaling_factor", 2.5 if newer else 1.0)
-    found["topk_method"] = method
+    found |= {"routed_scaling_factor": config["routed_scaling_factor"], "topk_method": method}
     if newer:
         # The bias of a trained model is kept, unless the job says otherwise.
         found |= {"norm_topk_prob": config.get("norm_topk_prob", True), "bias_rate": 0.0}

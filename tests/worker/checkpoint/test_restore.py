@@ -17,7 +17,7 @@ from raydist.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFoun
 from raydist.records import Event
 from raydist.run.directory import RunDir
 from raydist.storage import Storage
-from raydist.worker.checkpoint import restore
+from raydist.worker.checkpoint import restore, shard_check
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def test_what_storage_does_not_read_is_not_given_up(
     for how in ("open", "read"):
         real = getattr(Storage, how)
         monkeypatch.setattr(Storage, how, lambda self, name, real=real: (refuse(name), real(self, name))[1])
-    monkeypatch.setattr(restore, "READ_AGAIN_S", 240.0 if times < 10 else 0.1)
-    monkeypatch.setattr(restore, "_LOOK_S", 0.01)
+    monkeypatch.setattr(shard_check, "READ_AGAIN_S", 240.0 if times < 10 else 0.1)
+    monkeypatch.setattr(shard_check, "LOOK_S", 0.01)
     if taken is None:
         with pytest.raises(StorageError, match="(?s)step 20: .*it may be whole"):
             restore.choose(saved, on_event=events.append)
